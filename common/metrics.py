@@ -61,7 +61,7 @@ router_e2e = Histogram(
     "baton_router_request_seconds", "From the request at the router to its last token.", buckets=LATENCY_BUCKETS
 )
 router_retries = Counter(
-    "baton_router_retries", "Requests sent to another decode worker before their first token.", ["reason"]
+    "baton_router_retries", "Requests sent to another worker before their first token, or embedding.", ["reason"]
 )
 router_migrations = Counter(
     "baton_router_migrations",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import InvalidArgumentError, ModelNotFoundError
+from common.errors import InvalidArgumentError
 
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
@@ -38,12 +38,6 @@ class ModelLimits:
     def max_prompt_bytes(self) -> int:
         """A text longer than this has more than `max_model_len` tokens, however it is split."""
         return self.max_model_len * self.max_token_bytes
-
-
-def check_model(model: str, limits: ModelLimits) -> None:
-    """An empty name means the model that is served. Raises `ModelNotFoundError` for any other name."""
-    if model and model != limits.model:
-        raise ModelNotFoundError(f"{model!r} is not served here; this is {limits.model!r}", field="model")
 
 
 def check_request_id(request_id: str, name: str = "request_id") -> None:

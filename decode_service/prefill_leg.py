@@ -30,6 +30,7 @@ import grpc
 
 from common import metrics
 from common.errors import TransferError, UnavailableError
+from common.grpc.options import DEADLINE_SLACK_S
 from common.peers import milliseconds
 from decode_service.prefill_events import PrefillEvents
 from decode_service.prefill_stream import END_WAIT_S, PrefillStream
@@ -41,8 +42,6 @@ from worker.lease import lease_grace_s
 from worker.shell import Worker
 
 log = logging.getLogger(__name__)
-
-DEADLINE_SLACK_S = 0.05  # gRPC's clock and the event loop's may differ by so much
 
 
 class PrefillLeg:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
+
 from common.config import RouterSettings
 from router.fleet.registry import Registry
 from router.limits.admission import Admission
 from router.limits.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.limits.quotas import Quotas
+from router.policy.base import Policy
+from router.policy.registry import create_policy
 from router.preparing.preparation import Preparation
 from router.processes.shared_state import Part
 from router.running.dispatch import Dispatcher
 from router.running.embedding import Embedder
 from router.running.prefix_hints import PrefixHints
+from router.running.retries import DispatchLimits, Retries
+from router.running.routes import Routes
 from router.running.threads import TextThreads
 from router.serving.front import Front
 from router.serving.generation import Generation
@@ -20,38 +26,54 @@ from router.serving.generation import Generation
 def make_front(
     settings: RouterSettings,
     registry: Registry,
-    dispatcher: Dispatcher,
-    quotas: Quotas,
     part: Part,
+    quotas: Quotas,
     threads: TextThreads,
     grammar_threads: TextThreads,
+    limits: DispatchLimits | None = None,
 ) -> Front:
+    """Raises `ConfigError` for a policy that there is not."""
     gate = Gate(_gate_limits(settings), ledger=part.ledger)
+    admission = Admission(
+        registry,
+        part.demand,
+        gate,
+        worker_wait_s=settings.worker_wait,
+        max_request_bytes=_bytes(settings.max_request_mb),
+        quotas=quotas,
+        queue=part.queue,
+    )
+    preparation = Preparation(
+        request_timeout_s=settings.request_timeout,
+        control_tokens=settings.control_tokens,
+        threads=threads,
+        grammar_threads=grammar_threads,
+        max_answer_tokens=settings.max_answer_tokens,
+        max_retain_s=settings.max_retain,
+        generic_tools=settings.generic_tools,
+    )
+    routes, retries = Routes(registry, policy_of(settings), part.decisions), Retries(registry, limits)
     return Front(
-        Admission(
-            registry,
-            part.demand,
-            gate,
-            worker_wait_s=settings.worker_wait,
-            max_request_bytes=_bytes(settings.max_request_mb),
-            quotas=quotas,
-        ),
-        Preparation(
-            request_timeout_s=settings.request_timeout,
-            control_tokens=settings.control_tokens,
-            threads=threads,
-            grammar_threads=grammar_threads,
-            max_answer_tokens=settings.max_answer_tokens,
-            max_retain_s=settings.max_retain,
-            generic_tools=settings.generic_tools,
-        ),
-        Generation(dispatcher, part.demand, quotas, part.queue),
-        Embedder(registry, part.demand, quotas, part.queue),
-        PrefixHints(
-            registry, lambda request, endpoints: dispatcher.routes.policy.pick(request, endpoints), quotas, threads
-        ),
+        admission,
+        preparation,
+        Generation(Dispatcher(registry, routes, retries), admission),
+        routes,
+        Embedder(registry, routes, retries, admission),
+        PrefixHints(registry, routes, admission, threads),
         part,
         also_reasoning=settings.also_reasoning,
+    )
+
+
+def policy_of(settings: RouterSettings) -> Policy:
+    """Raises `ConfigError` for a name that there is not."""
+    return create_policy(
+        settings.policy,
+        prefill=settings.prefill_policy,
+        decode=settings.decode_policy,
+        min_remote_tokens=settings.min_remote_tokens or 0,
+        hedges=settings.hedge_prefill,
+        seed=secrets.randbits(64),
     )
 
 

@@ -7,7 +7,6 @@ Keys, limits and certificates have files of their own, which are read again by w
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,9 +14,8 @@ from common.config import LimitSettings, PolicySettings, RouterSettings
 from common.errors import BatonError, StartupError
 from common.process.watched_files import WatchedFiles
 from router.limits.fair_queue import Places
-from router.policy.base import Policy
-from router.policy.registry import create_policy
-from router.running.dispatch import Dispatcher
+from router.make_front import policy_of
+from router.running.routes import Routes
 
 log = logging.getLogger(__name__)
 
@@ -32,27 +30,15 @@ class SettingsFile:
     load: Callable[[], RouterSettings]
 
 
-def policy_of(settings: RouterSettings) -> Policy:
-    """Raises `ConfigError` for a name that there is not."""
-    return create_policy(
-        settings.policy,
-        prefill=settings.prefill_policy,
-        decode=settings.decode_policy,
-        min_remote_tokens=settings.min_remote_tokens or 0,
-        hedges=settings.hedge_prefill,
-        seed=secrets.randbits(64),
-    )
-
-
 class Reload:
     """Looks at the file when it is asked to."""
 
-    def __init__(self, settings: RouterSettings, file: SettingsFile, dispatcher: Dispatcher, queue: Places) -> None:
+    def __init__(self, settings: RouterSettings, file: SettingsFile, routes: Routes, queue: Places) -> None:
         """`settings` are those that the router runs with. Raises `StartupError` if the file has others by now that
         cannot be used."""
         self._settings = settings
         self._file = file
-        self._dispatcher = dispatcher
+        self._routes = routes
         self._queue = queue
         self._watched = WatchedFiles("settings", [file.path], self._load)
         self._version = 0
@@ -77,7 +63,7 @@ class Reload:
         before, self._settings = self._settings, settings
         changed = {name for name in RouterSettings.model_fields if getattr(before, name) != getattr(settings, name)}
         if changed & PolicySettings.model_fields.keys():
-            self._dispatcher.routes.policy = policy_of(settings)
+            self._routes.policy = policy_of(settings)
         if changed & LimitSettings.model_fields.keys():
             self._queue.change(
                 settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import grpc
-import uvicorn
 from starlette.types import ASGIApp
 
 from common.config import RouterSettings
@@ -30,16 +29,16 @@ from router.api.rest.http.auth import KeyMiddleware
 from router.api.rest.http.cors import CorsMiddleware
 from router.api.rest.http.limits import LimitMiddleware
 from router.api.rest.http.listener import listen
-from router.api.rest.http.protocol import MAX_HEAD_BYTES, Connections
+from router.api.rest.http.protocol import Connections
 from router.api.rest.http.root_path import RootPathMiddleware
-from router.api.rest.http.tls_listener import accept_tls
+from router.api.rest.http.web_server import WebServer
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
 from router.make_front import make_front
 from router.processes.shared_state import Part
-from router.reload import Reload, SettingsFile, policy_of
-from router.running.dispatch import Dispatcher, DispatchLimits
+from router.reload import Reload, SettingsFile
+from router.running.retries import DispatchLimits
 from router.running.threads import TextThreads
 from router.serving.front import Front
 from router.stop_signals import hang_up_signal, stop_signals
@@ -76,11 +75,10 @@ async def serve(
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
     part = part or Part(settings)
     quotas = Quotas(settings.limits_file, ledger=part.ledger)
-    dispatcher = Dispatcher(registry, policy_of(settings), limits=limits, decisions=part.decisions)
-    await part.start(vital)
-    reload = None if file is None else Reload(settings, file, dispatcher, part.queue)
     threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
-    front = make_front(settings, registry, dispatcher, quotas, part, threads, grammar_threads)
+    front = make_front(settings, registry, part, quotas, threads, grammar_threads, limits)
+    await part.start(vital)
+    reload = None if file is None else Reload(settings, file, front.routes, part.queue)
     gate = front.admission.gate
     health = Health()
     async with contextlib.AsyncExitStack() as stack:
@@ -112,19 +110,7 @@ async def serve(
 
         app = _around(LimitMiddleware(make_app(front, settings.root_path), gate), settings, keys)
         connections = Connections(part.max_connections, settings.receive_timeout)
-        web_config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,
-            http=connections.protocol(),
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        )
-        web = _WebServer(web_config)
+        web = WebServer(http_socket, app, connections, None if tls is None else tls.server_context())
         with stop_signals(stop), hang_up_signal(functools.partial(_look_at_files, reload, quotas, keys)):
             part.takes_signals()
             health.renew = functools.partial(_set_health, health, front)
@@ -135,18 +121,10 @@ async def serve(
                 await probed.start()
                 stack.push_async_callback(probed.stop, None)
                 serving.append(vital.start(until_ended(probed), name="health probes"))
-            is_unix = socket_path(part.http_listen) is not None
-            make = functools.partial(connections.protocol(), web_config, web.server_state, {})
-            web_task = vital.start(web.serve([http_socket] if tls is None and not is_unix else []), name="rest")
-            if tls is None and is_unix:
-                stack.enter_context(
-                    contextlib.closing(await asyncio.get_running_loop().create_unix_server(make, sock=http_socket))
-                )
-            if tls is not None:
-                vital.start(accept_tls(http_socket, connections, tls.server_context(), make), name="rest connections")
+            web_task = vital.start(web.run(), name="rest")
             scheme = "http" if tls is None else "https"
             http_url = f"{scheme}://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
-            if is_unix:
+            if socket_path(part.http_listen) is not None:
                 http_url = settings.http_listen
             grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"
             if socket_path(settings.grpc_listen) is not None:
@@ -166,7 +144,7 @@ async def serve(
                 await _drain(front, health, grpc_server, settings.drain_timeout)
             finally:
                 vital.let_end()
-                web.should_exit = web.force_exit = True
+                web.stop()
                 await grpc_server.stop(grace=0)
                 await asyncio.gather(web_task, return_exceptions=True)
                 await vital.close()
@@ -216,14 +194,6 @@ def run(settings: RouterSettings, ready: Ready, file: SettingsFile | None = None
         asyncio.run(serve(settings, ready, file=file, part=part))
     else:
         uvloop.run(serve(settings, ready, file=file, part=part))
-
-
-class _WebServer(uvicorn.Server):
-    """uvicorn, leaving signals to the router."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _host(address: str) -> str:

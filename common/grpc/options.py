@@ -14,6 +14,7 @@ SAMPLING_BYTES = REQUEST_OTHER_BYTES - 2**14  # of these, what sampling paramete
 KEEPALIVE_TIME_MS = 2_000
 KEEPALIVE_TIMEOUT_MS = 3_000
 LOSS_NOTICED_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # at the latest, by each end of a broken connection
+DEADLINE_SLACK_S = 0.05  # gRPC's clock and a process's own may differ by so much
 CLIENT_KEEPALIVE_TIME_MS = 10_000
 CLIENT_KEEPALIVE_TIMEOUT_MS = 10_000
 

@@ -13,7 +13,7 @@ from common.cache_hints import Retain
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.sampling import kept_tokens
-from common.validation import check_messages, check_model
+from common.validation import check_messages
 from protos.baton.v1 import embed_pb2, inference_pb2, worker_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from protos.messages import given_fields, message_of, value_of
@@ -21,7 +21,7 @@ from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
 from router.limits.clients import call_hints
-from router.running.embedding import MAX_AT_ONCE, check_num_inputs
+from router.running.embedding import check_num_inputs
 from router.running.request import GenerationRequest, Output, Prompt
 from router.serving.choices import candidates, likeliest, merged
 from router.serving.front import Front
@@ -58,8 +58,7 @@ class InferenceService:
     ) -> inference_pb2.EmbedResponse:
         arrived_at, front, client = time.monotonic(), self._front, current_client.get()
         with front.admission.running("grpc", context.time_remaining(), current_client.get()):
-            model = await front.admission.serving()
-            check_model(request.model, model.limits)
+            model = await front.admission.serving(request.model)
             check_num_inputs(len(request.inputs), "inputs")
             prompts = await self._embed_prompts(model, request)
             if request.pooling not in embed_pb2.Pooling.values():
@@ -77,8 +76,7 @@ class InferenceService:
                 client=client,
             )
             with front.admission.gate.bytes_held() as held:
-                with front.admission.gate.requests(client.name if client else "", min(len(prompts), MAX_AT_ONCE) - 1):
-                    embedded = await front.embedder.embed(wanted, held.grow)
+                embedded = await front.embedder.embed(wanted, held.grow)
                 response = inference_pb2.EmbedResponse(request_id=wanted.request_id, model=model.limits.model)
                 for one in embedded:
                     response.embeddings.add(values=one.values)
@@ -123,8 +121,7 @@ class InferenceService:
     ) -> inference_pb2.PrefixResponse:
         front, client = self._front, current_client.get()
         with front.admission.running("grpc", context.time_remaining(), client):
-            model = await front.admission.serving()
-            check_model(prefix.model, model.limits)
+            model = await front.admission.serving(prefix.model)
             try:
                 hint = front.preparation.prefix_hint(
                     model,
@@ -167,8 +164,7 @@ class InferenceService:
         self, request: inference_pb2.TokenizeRequest, _context: Context
     ) -> inference_pb2.TokenizeResponse:
         self._front.admission.charge(current_client.get())
-        model = self._front.admission.served()
-        check_model(request.model, model.limits)
+        model = self._front.admission.served(request.model)
         special = _adds_special_tokens(request)
         ids = await self._front.preparation.tokenize(model, request.text, "text", add_special_tokens=special)
         return inference_pb2.TokenizeResponse(token_ids=ids)
@@ -177,8 +173,7 @@ class InferenceService:
         self, request: inference_pb2.DetokenizeRequest, _context: Context
     ) -> inference_pb2.DetokenizeResponse:
         self._front.admission.charge(current_client.get())
-        model = self._front.admission.served()
-        check_model(request.model, model.limits)
+        model = self._front.admission.served(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await self._front.preparation.detokenize(model, request.token_ids, "token_ids", skip_special_tokens=skip)
         return inference_pb2.DetokenizeResponse(text=text)
@@ -186,10 +181,11 @@ class InferenceService:
     async def ListModels(  # noqa: N802
         self, _request: inference_pb2.ListModelsRequest, _context: Context
     ) -> inference_pb2.ListModelsResponse:
-        limits = self._front.admission.served().limits
-        return inference_pb2.ListModelsResponse(
-            models=[inference_pb2.Model(id=limits.model, max_model_len=limits.max_model_len)]
-        )
+        models = [
+            inference_pb2.Model(id=name, max_model_len=model.limits.max_model_len)
+            for name, model in self._front.admission.models().items()
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
 
     async def _prompt(
         self, model: ServedModel, request: inference_pb2.GenerateRequest, keep: int | None = None
@@ -214,8 +210,7 @@ class InferenceService:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at, front, client = time.monotonic(), self._front, current_client.get()
         with front.admission.running("grpc", context.time_remaining(), client):
-            model = await front.admission.serving()
-            check_model(request.model, model.limits)
+            model = await front.admission.serving(request.model)
             sampling = given_fields(request.sampling_params)
             prompt = await make_prompt(model, kept_tokens(sampling, model.limits, name=_field_name))
             choices = value_of(request.choices, Choices)
@@ -226,7 +221,6 @@ class InferenceService:
                 model,
                 [prompt],
                 sampling,
-                model_name=request.model,
                 request_id=request.request_id,
                 cache_salt=request.cache_salt,
                 retain=_retain(request),
@@ -244,8 +238,7 @@ class InferenceService:
             requests = candidates([first], choices)
             shows_logprobs = request.sampling_params.HasField("logprobs")
             with (
-                front.admission.gate.requests(client.name if client else "", len(requests) - 1),
-                front.generation.allowed(requests, _choices_field(choices.field())),
+                front.generation.charged(requests, _choices_field(choices.field())),
                 front.admission.gate.bytes_held() as held,
             ):
                 outputs = merged(front.generation, requests, held.grow)

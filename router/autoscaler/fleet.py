@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from common.grpc.streams import uncancelled
 from common.grpc.transport import Channels
 from common.process.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
@@ -22,11 +21,11 @@ from protos.messages import value_of
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
 from router.fleet.discovery.base import Discovery, Found
+from router.fleet.reports import reports, why_unread
 
 log = logging.getLogger(__name__)
 
 STALE_S = 2.0  # workers and routers report at least once a second
-SILENCE_S = 5.0  # then the stream is given up and opened anew
 RETRY_S = 0.5
 
 
@@ -145,16 +144,10 @@ class Fleet:
 
         async def read(channel: grpc.aio.Channel) -> None:
             call = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(worker_pb2.WatchLoadRequest())
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    load = await uncancelled(call.read())
-                if not isinstance(load, worker_pb2.WorkerLoad):  # the stream's end
-                    return
-                worker.load, worker.state, worker.reported_at = (
-                    value_of(load, WorkerLoad),
-                    state_of(load.state),
-                    self._clock(),
-                )
+            async with aclosing(reports(call, worker_pb2.WorkerLoad)) as loads:
+                async for load in loads:
+                    worker.load, worker.state = value_of(load, WorkerLoad), state_of(load.state)
+                    worker.reported_at = self._clock()
 
         try:
             await _keep_reading(self._channels, found.address, read)
@@ -166,19 +159,16 @@ class Fleet:
 
         async def read(channel: grpc.aio.Channel) -> None:
             call = demand_pb2_grpc.DemandServiceStub(channel).WatchDemand(demand_pb2.WatchDemandRequest())
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    demand = await uncancelled(call.read())
-                if not isinstance(demand, demand_pb2.RouterDemand):
-                    return
-                if demand.epoch != router.epoch:
-                    router.epoch, router.arrivals = demand.epoch, ArrivalRate(self._window_s)
-                else:
-                    self._arrived_tokens += demand.num_prompt_tokens_total - router.num_prompt_tokens
-                router.num_prompt_tokens = demand.num_prompt_tokens_total
-                router.reported_at = self._clock()
-                router.arrivals.add(router.reported_at, demand.num_prompt_tokens_total)
-                router.num_held_requests = demand.num_requests_waiting
+            async with aclosing(reports(call, demand_pb2.RouterDemand)) as demands:
+                async for demand in demands:
+                    if demand.epoch != router.epoch:
+                        router.epoch, router.arrivals = demand.epoch, ArrivalRate(self._window_s)
+                    else:
+                        self._arrived_tokens += demand.num_prompt_tokens_total - router.num_prompt_tokens
+                    router.num_prompt_tokens = demand.num_prompt_tokens_total
+                    router.reported_at = self._clock()
+                    router.arrivals.add(router.reported_at, demand.num_prompt_tokens_total)
+                    router.num_held_requests = demand.num_requests_waiting
 
         try:
             await _keep_reading(self._channels, found.address, read)
@@ -223,10 +213,8 @@ async def _keep_reading(channels: Channels, address: str, read: Callable[[grpc.a
             try:
                 await read(channel)
                 reason = "its stream ended"
-            except TimeoutError:
-                reason = f"has been silent for {SILENCE_S:g} s"
-            except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
+            except (TimeoutError, grpc.aio.AioRpcError) as error:
+                reason = why_unread(error)
             except Exception as error:  # one endpoint's odd answer must not end the reading of it
                 log.exception("reading a load failed", extra={"address": address})
                 reason = repr(error)

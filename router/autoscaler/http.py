@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
 import json
 import socket
 import ssl
 from collections.abc import Iterator
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
 
 from common.errors import StartupError, UnavailableError
-from router.api.rest.http.protocol import MAX_HEAD_BYTES, Connections, LimitedProtocol
-from router.api.rest.http.tls_listener import accept_tls
+from router.api.rest.http.protocol import Connections, LimitedProtocol
+from router.api.rest.http.web_server import WebServer
 from router.autoscaler.board import METRIC_NAMES, Board
 from router.autoscaler.external_metrics import Receive, Scope, Send
 
@@ -43,62 +40,23 @@ def listen(address: str) -> socket.socket:
         raise StartupError(f"cannot listen on {address}: {error}") from error
 
 
-class _Uvicorn(uvicorn.Server):
-    """Signals are the process's business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class Server:
-    """Listens when made, answers while `run` runs."""
+class Server(WebServer):
+    """Listens at `address` when made, answers while `run` runs."""
 
     def __init__(
         self,
         address: str,
-        app: object,
+        app: ASGIApp,
         *,
         context: ssl.SSLContext | None = None,
-        protocol: type[LimitedProtocol] = LimitedProtocol,
+        protocol: type[LimitedProtocol] | None = None,
     ) -> None:
         self._socket = listen(address)
         self._socket.setblocking(False)
         host, _ = split_address(address)
         self.address = f"{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{self._socket.getsockname()[1]}"
-        self._context = context
-        self._connections = Connections(MAX_CONNECTIONS, HEAD_TIMEOUT_S)
-        self._protocol = self._connections.protocol(protocol)
-        self._config = uvicorn.Config(
-            app,  # type: ignore[arg-type]  # any ASGI application
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            http=self._protocol,
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = _Uvicorn(self._config)
-
-    async def run(self) -> None:
-        serving = asyncio.ensure_future(self._server.serve([self._socket] if self._context is None else []))
-        tasks = [serving]
-        if self._context is not None:
-            make = functools.partial(self._protocol, self._config, self._server.server_state, {})
-            accepting = accept_tls(self._socket, self._connections, self._context, make)
-            tasks.append(asyncio.ensure_future(accepting))
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            self._server.should_exit = self._server.force_exit = True
-            for task in tasks[1:]:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        connections = Connections(MAX_CONNECTIONS, HEAD_TIMEOUT_S)
+        super().__init__(self._socket, app, connections, context, protocol=protocol, shutdown_s=1)
 
     async def close(self) -> None:
         self._socket.close()

@@ -18,7 +18,7 @@ import grpc
 from prometheus_client import Gauge
 
 from common import metrics
-from common.errors import UnavailableError
+from common.errors import ModelNotFoundError, UnavailableError
 from common.grpc.transport import Channels
 from common.process.tasks import VitalTasks
 from common.types import WorkerRole, WorkerState
@@ -62,7 +62,7 @@ class Registry:
         self._sweeping: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._adopting = asyncio.Lock()
-        self.model: ServedModel | None = None
+        self.models: dict[str, ServedModel] = {}  # by name: the one that is served, once a decode worker has answered
         self.blocks = BlockWatch()
         self.track = TrackRecord()
         self._watch = WorkerWatch(self.blocks, self._channels, self._learn, self._set_state)
@@ -133,12 +133,21 @@ class Registry:
     def channel(self, address: str) -> grpc.aio.Channel:
         return self._workers[address].channel
 
-    def served(self) -> ServedModel:
-        """Raises `UnavailableError`, with the reason, while nothing can be served."""
+    @property
+    def model(self) -> ServedModel | None:
+        """The model that is served; None until a decode worker has answered."""
+        return next(iter(self.models.values()), None)
+
+    def served(self, name: str = "") -> ServedModel:
+        """The model of this name; if the name is empty, the one that is served. Raises `UnavailableError`, with the
+        reason, while nothing can be served, `ModelNotFoundError` if this model is not."""
         if reason := self.not_ready():
             raise UnavailableError(reason)
-        assert self.model is not None  # noqa: S101 - not_ready() says so
-        return self.model
+        model = self.models.get(name) if name else self.model
+        if model is None:
+            names = ", ".join(map(repr, self.models))
+            raise ModelNotFoundError(f"{name!r} is not served here; this is {names}", field="model")
+        return model
 
     def not_ready(self) -> str:
         """Why no request can be served now; empty if requests can be served."""
@@ -242,7 +251,10 @@ class Registry:
         log.warning(
             "the context of the fleet changes", extra={"max_model_len": max(found), "workers_have": sorted(found)}
         )
-        self.model = replace(model, limits=replace(model.limits, max_model_len=max(found)))
+        self._serve(replace(model, limits=replace(model.limits, max_model_len=max(found))))
+
+    def _serve(self, model: ServedModel) -> None:
+        self.models = {model.limits.model: model}
 
     def _tell(self) -> None:
         self._news.set()
@@ -275,7 +287,7 @@ class Registry:
                 return
         if role_of(info.role) not in (WorkerRole.DECODE, WorkerRole.BOTH):
             return
-        self.model = await ask_for_model(info, stub)
+        self._serve(await ask_for_model(info, stub))
         self._measure_context()
         log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})
         for other in self._workers.values():  # those that were ready before

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import WorkerRole
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
@@ -24,6 +26,11 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer
     block_size: int  # tokens per KV block
+
+    def block_names(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """The names of the full blocks of these tokens."""
+        root, extra = root_hash(self.fingerprint), extra_keys(cache_salt=cache_salt)
+        return block_hashes(root, token_ids, self.block_size, extra)
 
 
 async def ask_for_model(info: worker_pb2.WorkerInfo, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> ServedModel:

@@ -11,17 +11,18 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 
 import grpc
 
 from common import metrics
 from common.errors import UnavailableError
-from common.grpc.streams import uncancelled
 from common.types import WorkerLoad, WorkerState
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import sampling_parameters_of, state_of
 from protos.messages import value_of
 from router.fleet.block_watch import BlockWatch
+from router.fleet.reports import reports, why_unread
 from router.fleet.worker import Worker
 from router.fleet.worker_channels import WorkerChannels
 from router.fleet.worker_info import false_info
@@ -29,7 +30,6 @@ from router.fleet.worker_info import false_info
 log = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 5.0
-SILENCE_S = 5.0  # workers report at least once a second
 REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report
 RETRY_S = 0.2
 
@@ -65,14 +65,8 @@ class WorkerWatch:
                 async with self._following_blocks(worker, stub):
                     await self._read_load(worker, stub)
                 problem = "its load stream ended"
-            except grpc.aio.AioRpcError as error:
-                problem = f"{error.code().name}: {error.details()}"
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    problem = "does not answer"
-            except TimeoutError:
-                problem = f"has been silent for {SILENCE_S:g} s"
-            except UnavailableError as error:
-                problem = error.message
+            except (TimeoutError, UnavailableError, grpc.aio.AioRpcError) as error:
+                problem = why_unread(error)
             except Exception as error:  # one worker's odd answer must not end the watch
                 log.exception("watching a worker failed", extra={"address": worker.address})
                 problem = repr(error)
@@ -95,18 +89,15 @@ class WorkerWatch:
     async def _read_load(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
         try:
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    load = await uncancelled(call.read())
-                if not isinstance(load, worker_pb2.WorkerLoad):  # grpc.aio.EOF
-                    return
-                if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
-                    return  # another process answers at this address now: ask who it is
-                worker.load = value_of(load, WorkerLoad)
-                reported = time.monotonic() - REPORT_LAG_S
-                for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
-                    worker.reported(key)
-                self._set_state(worker, state_of(load.state), "")
+            async with aclosing(reports(call, worker_pb2.WorkerLoad)) as loads:
+                async for load in loads:
+                    if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
+                        return  # another process answers at this address now: ask who it is
+                    worker.load = value_of(load, WorkerLoad)
+                    reported = time.monotonic() - REPORT_LAG_S
+                    for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
+                        worker.reported(key)
+                    self._set_state(worker, state_of(load.state), "")
         finally:
             call.cancel()
 

@@ -1,5 +1,11 @@
-"""Admits requests: none before there is a worker, and none while the router drains. Counts the requests and how they
-ended."""
+"""The one way of a request into the router, and out of it. What it passes, in this order:
+
+running    it counts as one that runs, and against its client's requests a second; how it ends is counted
+serving    it waits for a worker if there is none; it is refused while the router drains
+charged    its answers take places in the gate, and their prompts tokens of its client's limits
+turn       it waits in the queue until workers may have it
+answered   tokens that came count, too
+"""
 
 from __future__ import annotations
 
@@ -8,24 +14,27 @@ import contextlib
 import functools
 import math
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 
 from prometheus_client import Counter
 
 from common import metrics
 from common.errors import BatonError, UnavailableError
+from common.grpc.options import DEADLINE_SLACK_S
 from router.fleet.registry import Registry
 from router.fleet.served_model import ServedModel
-from router.limits.clients import ApiClient
+from router.limits.charges import Charge, Charged
+from router.limits.clients import NOBODY, ApiClient
 from router.limits.demand import Demand
+from router.limits.fair_queue import FairQueue, Places
 from router.limits.gate import Gate
 from router.limits.quotas import Quotas
 
 BYTES_PER_TOKEN = 64  # four letters or so, each escaped as \uXXXX, and then as many again
 BODY_OVERHEAD_BYTES = 64 * 2**10
 MOST_BODY_BYTES = 64 * 2**20
-DEADLINE_SLACK_S = 0.05  # clocks of gRPC and of this process may differ by so much
 
 
 @dataclass(slots=True)
@@ -50,11 +59,13 @@ class Admission:
         worker_wait_s: float = 0.0,
         max_request_bytes: int | None = None,
         quotas: Quotas | None = None,
+        queue: Places | None = None,
     ) -> None:
         """`worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero).
         `max_request_bytes`: of one request's body; from the model's context if None."""
         self.gate = gate
         self._quotas = quotas or Quotas()
+        self._queue = queue or FairQueue(None)
         self._max_request_bytes = max_request_bytes
         self.registry = registry
         self.demand = demand
@@ -79,24 +90,30 @@ class Admission:
             return self.gate.limits.max_message_bytes
         return min(BODY_OVERHEAD_BYTES + BYTES_PER_TOKEN * model.limits.max_model_len, MOST_BODY_BYTES)
 
-    def served(self) -> ServedModel:
-        """The served model. Raises `UnavailableError` while no request can be admitted."""
+    def served(self, model: str = "") -> ServedModel:
+        """The model of this name, or the one that is served if the name is empty. Raises `UnavailableError` while no
+        request can be admitted, `ModelNotFoundError` if this model is not served."""
         if self._draining:
             raise UnavailableError("the router is shutting down")
-        return self.registry.served()
+        return self.registry.served(model)
 
-    async def serving(self) -> ServedModel:
+    def models(self) -> Mapping[str, ServedModel]:
+        """The models that are served, by name. Raises `UnavailableError` while no request can be admitted."""
+        self.served()
+        return self.registry.models
+
+    async def serving(self, model: str = "") -> ServedModel:
         """`served`, after waiting for a worker if there is none: a first one, or one whose connection broke a moment
-        ago. Raises `UnavailableError`."""
+        ago."""
         try:
-            return self.served()
+            return self.served(model)
         except UnavailableError:
             if self._draining:
                 self.demand.unserved()
                 raise
-        return await self._served_later()
+        return await self._served_later(model)
 
-    async def _served_later(self) -> ServedModel:
+    async def _served_later(self, model: str) -> ServedModel:
         if not self._draining and self.registry.not_ready():
             wait_s = self._worker_wait_s or self.registry.reconnect_wait_s()
             give_up_at = time.monotonic() + wait_s
@@ -104,7 +121,7 @@ class Admission:
                 while not self._draining and self.registry.not_ready() and (left := give_up_at - time.monotonic()) > 0:
                     await self.registry.changed(min(left, 1.0))
         try:
-            return self.served()
+            return self.served(model)
         except UnavailableError:
             self.demand.unserved()
             raise
@@ -119,7 +136,8 @@ class Admission:
 
     def charge(self, client: ApiClient | None) -> None:
         """Counts a new request against `client`'s limits. Raises `OverloadedError` if that is too many."""
-        self._quotas.request(*_names(client))
+        client = client or NOBODY
+        self._quotas.request(client.name, client.tenant)
 
     def running(
         self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
@@ -131,6 +149,47 @@ class Admission:
         """
         late_at = math.inf if timeout_s is None else time.monotonic() + timeout_s - DEADLINE_SLACK_S
         return _Running(self, interface, late_at, client)
+
+    def charged(
+        self,
+        client: ApiClient,
+        charges: Sequence[Charge],
+        *,
+        num_answers: int,
+        num_places: int | None = None,
+        field: str = "",
+    ) -> AbstractContextManager[None]:
+        """Use it around the answers that one body asks for. They count together, so that a body which is larger than a
+        limit's burst is not refused for ever. Tokens of `charges` for which no worker is asked are given back.
+
+        `field` says how many answers there are, `num_answers`; 0 if nothing is generated: nobody scales by that.
+        `num_places`: of requests in flight that they take together, if not one each. The request itself has one.
+
+        Raises `OverloadedError` if the client's limits do not allow it now, `InvalidArgumentError` if they never do.
+        """
+        num_places = num_answers if num_places is None else num_places
+        return Charged(self.gate, self._quotas, self.demand, client, charges, num_answers, num_places, field)
+
+    def turn(
+        self, client: ApiClient, cost: float, deadline: float, *, priority: int = 0, places: int = 1
+    ) -> AbstractAsyncContextManager[None]:
+        """Use it around the time in which workers have a request, which costs so many tokens and takes `places`.
+        Raises `OverloadedError` if the queue refuses it, and `DeadlineError` if its turn does not come in time."""
+        limits = self._quotas.tenant(client.tenant)
+        return self._queue.place(
+            client.owner,
+            cost,
+            deadline - time.monotonic(),
+            priority=limits.priority,
+            weight=limits.weight,
+            request_priority=priority,
+            places=places,
+        )
+
+    def answered(self, client: ApiClient, num_tokens: int) -> None:
+        """Counts tokens of an answer."""
+        self.demand.num_output_tokens += num_tokens
+        self._quotas.answered(client.name, client.tenant, num_tokens)
 
     def began(self) -> None:
         self._num_running += 1
@@ -182,8 +241,3 @@ class _Running:
 @functools.cache
 def _counted(interface: str, outcome: str) -> Counter:
     return metrics.router_requests.labels(interface, outcome)
-
-
-def _names(client: ApiClient | None) -> tuple[str, str]:
-    """The names of a key and of its tenant."""
-    return (client.name, client.tenant) if client else ("", "")

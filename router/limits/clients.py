@@ -21,10 +21,20 @@ class ApiClient:
     tenant: str = ""
     is_operator: bool = False  # sees where requests of all tenants went, and why
 
+    @property
+    def owner(self) -> str:
+        """Whose turn its requests take in queues, and whose share of retained KV: its tenant, or itself if it has no
+        tenant."""
+        return f"tenant {self.tenant}" if self.tenant else f"key {self.name}"
+
     def cache_salt(self, given: str) -> str:
         """What separates this client's cached blocks from others': its tenant, then its own salt. As JSON, so that no
         salt spells another tenant."""
         return json.dumps([self.tenant, given]) if self.tenant or given else ""
+
+
+NOBODY = ApiClient("")
+"""Whose requests are those that need no key."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -48,11 +48,6 @@ class _Tenant:
     waiting: list[_Waiting] = field(default_factory=list)  # by `due`
 
 
-def name_of(key: str, tenant: str) -> str:
-    """The name in the queue: the tenant's, or the key's if it has no tenant."""
-    return f"tenant {tenant}" if tenant else f"key {key}"
-
-
 class Places(Protocol):
     """`FairQueue`, or another process's."""
 

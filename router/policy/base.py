@@ -25,7 +25,9 @@ class RoutingRequest:
     num_prompt_tokens: int
     num_tokens: int = 0  # of prompt and answer together, at most
     fingerprint: str  # of the model and KV layout that the request was tokenized for
-    tried: frozenset[tuple[str, str]] = frozenset()  # decode workers given up on: `Endpoint.incarnation`
+    tried: frozenset[tuple[str, str]] = frozenset()  # workers given up on: `Endpoint.incarnation`
+    refused: frozenset[tuple[str, str]] = frozenset()  # of `tried`, those that are there and said no
+    block_names: Sequence[bytes] = ()  # of the prompt, for `Routes` to look up
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # by address: leading blocks that the worker has
     session: str = ""  # requests of one session belong together; empty: it belongs to none
     parameters: frozenset[str] = frozenset()  # of sampling, that not all versions of workers know

@@ -39,7 +39,7 @@ class RoutingPolicy:
         for endpoint in usable:
             if endpoint.can_decode and endpoint.incarnation in request.tried:
                 passed_over.append((endpoint.address, "already failed this request"))
-            elif endpoint.can_decode and not _fits(endpoint, request.num_tokens):
+            elif endpoint.can_decode and not fits(endpoint, request.num_tokens):
                 passed_over.append((endpoint.address, f"its context has {endpoint.max_model_len} tokens, too few"))
             elif endpoint.can_decode:
                 decode_workers.append(endpoint)
@@ -55,7 +55,7 @@ class RoutingPolicy:
         )
         decode = ranked.candidates[0]
 
-        helping = [e for e in _prefill_workers(decode.endpoint, usable) if _fits(e, request.num_prompt_tokens + 1)]
+        helping = [e for e in _prefill_workers(decode.endpoint, usable) if fits(e, request.num_prompt_tokens + 1)]
         prefill_workers = [] if request.in_place else self._rotated(helping)
         ranked_prefill = self._prefill.rank(request, [_prefill_candidate(request, e) for e in prefill_workers])
         asked = ranked_prefill.candidates
@@ -97,7 +97,7 @@ def _usable(
             suspended.append(endpoint)
         else:
             usable.append(endpoint)
-    if not any(e.can_decode and e.incarnation not in request.tried and _fits(e, request.num_tokens) for e in usable):
+    if not any(e.can_decode and e.incarnation not in request.tried and fits(e, request.num_tokens) for e in usable):
         return usable + suspended
     passed_over += [(endpoint.address, endpoint.suspended) for endpoint in suspended]
     return usable
@@ -116,7 +116,8 @@ def unusable(endpoint: Endpoint, request: RoutingRequest) -> str:
     return ""
 
 
-def _fits(endpoint: Endpoint, num_tokens: int) -> bool:
+def fits(endpoint: Endpoint, num_tokens: int) -> bool:
+    """Whether the worker's context has room for so many tokens; True if it has not said how long that is."""
     return endpoint.max_model_len is None or num_tokens <= endpoint.max_model_len
 
 

@@ -17,7 +17,6 @@ from common.sampling import FieldName, Given, SamplingParams, checked, fitted
 from common.validation import (
     check_cache_salt,
     check_messages,
-    check_model,
     check_priority,
     check_prompt,
     check_request_id,
@@ -27,14 +26,14 @@ from common.validation import (
 )
 from protos.baton.v1 import embed_pb2
 from router.fleet.served_model import ServedModel
-from router.limits.clients import ApiClient, CallHints
-from router.limits.fair_queue import name_of
+from router.limits.charges import Charge
+from router.limits.clients import NOBODY, ApiClient, CallHints
 from router.preparing.answer_budget import AnswerBudget
 from router.preparing.bad_words import bad_words_ids
 from router.preparing.guided import Grammars
 from router.preparing.sampling_size import check_size
 from router.running.beams import beam_params, beam_sampling
-from router.running.embedding import MAX_DIMENSIONS, EmbedRequest
+from router.running.embedding import MAX_DIMENSIONS, EmbedRequest, check_num_values
 from router.running.prefix_hints import PrefixHint
 from router.running.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
 from router.running.threads import SHORT, TextThreads
@@ -191,7 +190,6 @@ class Preparation:
         prompts: Sequence[Prompt],
         sampling: Given,
         *,
-        model_name: str = "",
         request_id: str = "",
         cache_salt: str = "",
         retain: Retain | None = None,
@@ -210,7 +208,6 @@ class Preparation:
         deadline, counted from `arrived_at` and no longer than the router's; `client` is whose key came with the
         request, `hints` what came beside it; `choices` are asked for to each prompt, and `choices_name` says how the
         client calls their fields. `is_whole`: whether answers are kept until they are whole."""
-        check_model(model_name, model.limits)
         if request_id:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
@@ -254,8 +251,7 @@ class Preparation:
                 priority=priority,
                 arrived_at=arrived_at,
                 deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
-                client=client.name if client else "",
-                tenant=client.tenant if client else "",
+                client=client or NOBODY,
                 session=_session(client, hints),
                 notes=prompt.notes,
                 explain=hints is not None and hints.explain,
@@ -265,6 +261,7 @@ class Preparation:
                 tools=tools,
                 sampling_field=name,
                 beams=beams,
+                charge=Charge(len(prompt.token_ids)),
             )
             made.append(request)
         return made
@@ -329,8 +326,7 @@ class Preparation:
             cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
             session=_session(client, hints),
             seconds=seconds or 0.0,
-            tenant=name_of(client.name, client.tenant) if client else name_of("", ""),
-            charged=(client.name, client.tenant) if client else ("", ""),
+            client=client or NOBODY,
         )
 
     def embed_request(
@@ -353,7 +349,7 @@ class Preparation:
         check_cache_salt(cache_salt)
         if not 0 <= dimensions <= MAX_DIMENSIONS:
             raise InvalidArgumentError("dimensions", f"must be in [1, {MAX_DIMENSIONS}], not {dimensions}")
-        return EmbedRequest(
+        request = EmbedRequest(
             request_id=request_id or new_request_id(),
             model=model,
             prompts=prompts,
@@ -362,9 +358,10 @@ class Preparation:
             normalize=normalize,
             cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
-            client=client.name if client else "",
-            tenant=client.tenant if client else "",
+            client=client or NOBODY,
         )
+        check_num_values(request, dimensions)
+        return request
 
 
 def _last(token_ids: list[int], keep: int | None) -> list[int]:

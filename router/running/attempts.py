@@ -13,9 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from common import metrics
-from common.errors import DeadlineError, InvalidArgumentError, SlowReaderError
-from common.grpc.status import error_of_call
-from common.peers import MAX_WORDS
+from common.errors import DeadlineError
 from common.retry_budget import RetryBudget
 from protos.baton.v1 import decode_pb2, types_pb2
 from protos.convert import finish_reason_of
@@ -24,29 +22,16 @@ from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
 from router.fleet.decode_stream import DecodeStreams
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
-from router.limits.fair_queue import name_of
 from router.policy.base import RoutingDecision
 from router.running.decode_events import DecodeEvents, FalseEventError
 from router.running.prefill_blame import PrefillBlame
 from router.running.prefill_times import LikePrompts, PrefillTimes
 from router.running.progress import NewTokens, Progress
 from router.running.request import GenerationRequest
+from router.running.retries import NO_FAULTS, WorkerLostError, failure_of
 from router.running.routes import load_of
 
 log = logging.getLogger(__name__)
-
-FULL = "RESOURCE_EXHAUSTED"
-NO_FAULTS = (FULL, "FAILED_PRECONDITION", "DEADLINE_EXCEEDED", "CANCELLED")  # of a worker that does not go on
-
-
-class WorkerLostError(Exception):
-    """The decode worker cannot go on; another one may."""
-
-    def __init__(self, code: str, reason: str, *, gone: bool, retry_after_s: float | None = None) -> None:
-        super().__init__(f"{code}: {reason}")
-        self.code = code
-        self.retry_after_s = retry_after_s  # what a full worker asks for
-        self.gone = gone  # no answer at all, rather than an answer that refuses
 
 
 class HandoverError(Exception):
@@ -147,7 +132,15 @@ class Attempts:
                             raise HandoverError(other)
                         pace.asks(self._clock())
             except CallFailedError as error:
-                failure = self._failure(request, decode, error)
+                failure = failure_of(
+                    error.code,
+                    error.details,
+                    error.metadata,
+                    address=decode.address,
+                    request_id=request.request_id,
+                    left_s=request.deadline - self._clock(),
+                    client_field=request.client_field,
+                )
                 if isinstance(failure, WorkerLostError) and failure.code not in NO_FAULTS:
                     track.failed(decode.incarnation, self._clock())
                 raise failure from error
@@ -172,7 +165,7 @@ class Attempts:
         num_named = None if self._budget.allows(self._clock()) else 1
         may_hedge = decision.may_hedge and num_named is None
         hedge_after_s = self._prefill_times.late_s(decision.prefill_cost) if may_hedge else None
-        request.charge.num_tokens = 0
+        request.charge.worker_was_asked = True
         return self._streams.call(
             channel,
             decision.decode.incarnation,
@@ -183,7 +176,7 @@ class Attempts:
                 sampling_params=request.sampling_messages.of(request.sampling_params),
                 cache_salt=request.cache_salt,
                 retain=None if request.retain is None else message_of(request.retain, types_pb2.Retain),
-                tenant=name_of(request.client, request.tenant),
+                tenant=request.client.owner,
                 priority=request.priority,
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,
@@ -233,22 +226,6 @@ class Attempts:
                         track.prefilled(endpoint.incarnation, now, times)
             elif report.fallback_reason.startswith(f"prefill worker {endpoint.address}: "):
                 track.failed(endpoint.incarnation, now)
-
-    def _failure(self, request: GenerationRequest, decode: Endpoint, error: CallFailedError) -> Exception:
-        """The error for a failed call: the request's own fault, its deadline, or a worker to be replaced."""
-        code, details = error.code, error.details
-        if code == "DEADLINE_EXCEEDED" and self._clock() >= request.deadline - 0.05:
-            return DeadlineError("the request's deadline passed before it was finished")
-        fault = error_of_call(code, details, error.metadata)
-        if code == "INVALID_ARGUMENT":
-            return InvalidArgumentError(request.client_field(fault.field), fault.reason)
-        if code == "ABORTED":
-            return SlowReaderError(fault.reason)
-        if code == "INTERNAL" and "RST_STREAM" not in details:
-            log.error("decode worker failed", extra={"request_id": request.request_id, "reason": details})
-        gone = code == "UNAVAILABLE"
-        reason = f"{decode.address}: {details[:MAX_WORDS]}"
-        return WorkerLostError(code, reason, gone=gone, retry_after_s=fault.retry_after_s)
 
 
 def _new_tokens(events: DecodeEvents, event: decode_pb2.DecodeEvent) -> NewTokens:

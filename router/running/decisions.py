@@ -45,7 +45,7 @@ class Decisions:
             Decision,
             time=self._clock(),
             request_id=request.request_id,
-            client=request.client,
+            client=request.client.name,
             cause=cause,
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=decision.num_cached_tokens,
@@ -53,7 +53,7 @@ class Decisions:
             prefill_workers=tuple([endpoint.address for endpoint in decision.prefill]),
             in_place=decision.in_place,
         )
-        self._kept.append((request.tenant, made, decision.reasons.last(MAX_REASONS)))
+        self._kept.append((request.client.tenant, made, decision.reasons.last(MAX_REASONS)))
 
     def latest(self, limit: int, tenant: str | None = None) -> list[Decision]:
         """Made now, since few are asked for. The newest first; with `tenant` only those of its requests."""

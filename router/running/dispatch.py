@@ -17,32 +17,23 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
 from common import metrics
-from common.errors import BatonError, InternalError, OverloadedError, UnavailableError
-from common.retry_budget import RetryBudget
+from common.errors import UnavailableError
 from common.types import FinishReason
 from router.fleet.registry import Registry
-from router.policy.base import Policy, RoutingDecision
-from router.running.attempts import FULL, Attempts, HandoverError, WorkerLostError
-from router.running.decisions import Decisions
+from router.policy.base import RoutingDecision
+from router.running.attempts import Attempts, HandoverError
 from router.running.progress import NewTokens, Progress
 from router.running.request import GenerationRequest
-from router.running.routes import Route, Routes
+from router.running.retries import Retries, WorkerLostError
+from router.running.routes import Route, Routes, routing_request
 
 log = logging.getLogger(__name__)
 
 _TOKEN_ID = attrgetter("token_id")
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class DispatchLimits:
-    num_retries: int = 3  # other decode workers tried before the first token
-    num_migrations: int = 8  # decode workers lost and replaced after it; handovers don't count
-    recovery_wait_s: float = 10.0  # a request that lost its worker waits this long for one to be ready
 
 
 class Dispatcher:
@@ -51,18 +42,13 @@ class Dispatcher:
     def __init__(
         self,
         registry: Registry,
-        policy: Policy,
-        *,
-        limits: DispatchLimits | None = None,
-        budget: RetryBudget | None = None,
-        decisions: Decisions | None = None,
+        routes: Routes,
+        retries: Retries | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.routes = Routes(registry, policy, decisions, clock)
-        self._registry = registry
-        self._limits = limits or DispatchLimits()
-        self._budget = budget or RetryBudget()
-        self._attempts = Attempts(registry, self._budget, clock)
+        self._routes = routes
+        self._retries = retries or Retries(registry, clock=clock)
+        self._attempts = Attempts(registry, self._retries.budget, clock)
         self._clock = clock
 
     async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
@@ -71,13 +57,13 @@ class Dispatcher:
         Raises `UnavailableError` if no decode worker is left, `OverloadedError` if all refuse,
         `DeadlineError`, `SlowReaderError`, `InvalidArgumentError` if a worker refuses the request itself.
         """
-        self._budget.request()
+        self._retries.budget.request()
         sent: list[int] = []  # tokens that the caller has
-        route = await self.routes.route(request)
+        route = await self._routes.route(request)
         decision = await self._pick(request, route, progress, None)
         while True:
             progress.report.decode_worker = decision.decode.address
-            elsewhere = partial(self.routes.elsewhere, request, route, decision.decode)
+            elsewhere = partial(self._routes.elsewhere, request, route, decision.decode)
             try:
                 async with aclosing(self._attempts.run(request, decision, sent, progress, elsewhere)) as attempt:
                     async for new in attempt:
@@ -89,11 +75,7 @@ class Dispatcher:
                 decision = handover.decision
                 self._count_handover(request, route, progress, decision)
             except WorkerLostError as error:
-                if not error.gone:
-                    route.refuse(decision.decode)
-                else:
-                    route.tried.add(decision.decode.incarnation)
-                    self._registry.suspect(*decision.decode.incarnation, str(error))
+                self._retries.lost(route, decision.decode, error)
                 if ended := _ended_by(request, sent):
                     yield ended
                     return
@@ -103,49 +85,32 @@ class Dispatcher:
     async def _pick(
         self, request: GenerationRequest, route: Route, progress: Progress, lost: WorkerLostError | None
     ) -> RoutingDecision:
-        """A first attempt takes a worker now, or waits a moment for one whose connection has just broken. A request
-        that lost its worker prefers another one, takes the same one if that is back and there is no other, and waits a
-        little for either."""
-        give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
-        while True:
-            try:
-                decision = self.routes.pick(request, route)
-            except UnavailableError as error:
-                if lost is not None and lost.code == FULL:
-                    raise _overloaded(f"every decode worker is full ({lost})", lost) from error
-                left = min(give_up_at, request.deadline) - self._clock()
-                if left <= 0:
-                    raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error
-                await self._registry.changed(left)
-                continue
-            cause = "new" if lost is None else "migration" if progress.num_output_tokens else "retry"
-            self.routes.note(request, route, progress, decision, cause)
-            return decision
+        """A request that lost its worker prefers another worker, then the same one if it came back."""
+        decision = await self._retries.pick(
+            lambda: self._routes.pick(routing_request(request, route)), request.deadline, lost
+        )
+        cause = "new" if lost is None else "migration" if progress.num_output_tokens else "retry"
+        self._routes.note(request, route, progress, decision, cause)
+        return decision
 
     def _allow_another(
         self, request: GenerationRequest, progress: Progress, lost: WorkerLostError, *, has_tokens: bool
     ) -> None:
         """Counts the next attempt, or raises if there must be none."""
         report = progress.report
-        within_budget = self._budget.spend(self._clock())
         extra = {"request_id": request.request_id, "decode_worker": report.decode_worker, "reason": str(lost)}
         if has_tokens:
             # A stream that a client already reads is not given up for the budget's sake.
-            if report.num_migrations - report.num_handovers >= self._limits.num_migrations:
+            self._retries.budget.spend(self._clock())
+            if report.num_migrations - report.num_handovers >= self._retries.limits.num_migrations:
                 raise UnavailableError(f"gave up after {report.num_migrations} migrations; last: {lost}") from lost
             report.num_migrations += 1
             metrics.router_migrations.labels(lost.code).inc()
             log.warning("decode worker lost, migrating", extra={**extra, "num_tokens": progress.num_output_tokens})
             return
-        if not within_budget:
-            metrics.router_retries_refused.inc()
-            message = f"decode worker lost and the retry budget is spent; {lost}"
-            raise (_overloaded(message, lost) if lost.code == FULL else UnavailableError(message)) from lost
-        if progress.num_retries >= self._limits.num_retries:
-            raise _given_up(lost, progress.num_retries) from lost
+        self._retries.allow(progress.num_retries, lost)
         progress.num_retries += 1
         report.num_retries += 1
-        metrics.router_retries.labels(lost.code).inc()
         log.warning("decode worker lost, retrying", extra=extra)
 
     def _count_handover(
@@ -157,7 +122,7 @@ class Dispatcher:
         report.num_migrations += 1
         report.num_handovers += 1
         metrics.router_migrations.labels("drain").inc()
-        self.routes.note(request, route, progress, decision, "handover")
+        self._routes.note(request, route, progress, decision, "handover")
         log.info(
             "decode worker drains, handing over",
             extra={
@@ -167,19 +132,6 @@ class Dispatcher:
                 "num_tokens": progress.num_output_tokens,
             },
         )
-
-
-def _overloaded(message: str, lost: WorkerLostError) -> OverloadedError:
-    return OverloadedError(message) if lost.retry_after_s is None else OverloadedError(message, lost.retry_after_s)
-
-
-def _given_up(lost: WorkerLostError, num_retries: int) -> BatonError:
-    message = f"gave up after {num_retries} retries; last: {lost}"
-    if lost.code == FULL:
-        return _overloaded(message, lost)
-    if lost.code in ("INTERNAL", "UNKNOWN"):
-        return InternalError(message)
-    return UnavailableError(message)
 
 
 def _ended_by(request: GenerationRequest, sent: list[int]) -> NewTokens | None:

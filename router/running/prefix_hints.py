@@ -8,25 +8,24 @@ parts stay valid.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import grpc
 
-from common.block_hash import block_hashes, extra_keys, root_hash
 from common.peers import MAX_WORDS
 from common.types import WorkerState
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.fleet.served_model import ServedModel
-from router.limits.quotas import Quotas
-from router.policy.base import RoutingDecision, RoutingRequest
+from router.limits.admission import Admission
+from router.limits.charges import Charge
+from router.limits.clients import NOBODY, ApiClient
+from router.policy.base import RoutingRequest
+from router.running.routes import Routes
 from router.running.threads import TextThreads
-
-Pick = Callable[[RoutingRequest, Sequence[Endpoint]], RoutingDecision]
 
 TIMEOUT_S = 15.0  # of one worker: longer than that waits for its engine
 
@@ -40,8 +39,7 @@ class PrefixHint:
     cache_salt: str
     session: str = ""  # PREFETCH: requests of one session belong together
     seconds: float = 0.0  # RETAIN
-    tenant: str = ""  # RETAIN: whose share of what may be retained the blocks take
-    charged: tuple[str, str] = "", ""  # key and tenant whose token limits count it
+    client: ApiClient = NOBODY  # RETAIN: whose share of what may be retained the blocks take
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -65,39 +63,32 @@ class Hinted:
 class PrefixHints:
     """Shared by both interfaces of a router."""
 
-    def __init__(self, registry: Registry, pick: Pick, quotas: Quotas, threads: TextThreads) -> None:
+    def __init__(self, registry: Registry, routes: Routes, admission: Admission, threads: TextThreads) -> None:
         self._registry = registry
-        self._pick = pick
-        self._quotas = quotas
+        self._routes = routes
+        self._admission = admission
         self._threads = threads
 
     async def give(self, hint: PrefixHint, action: worker_pb2.CacheAction.ValueType) -> Hinted:
         """Tells all workers of the model's KV layout; a prefetch, the decode worker that the prompt would go to. Raises
         `UnavailableError` if there is none, `OverloadedError` if the client's token limits, which count it as a prompt,
         do not allow it now. Tokens of a hint that no worker was asked for are given back."""
-        model, num_tokens = hint.model, len(hint.token_ids)
-        self._quotas.prompt(*hint.charged, num_tokens)
-        try:
-            name = partial(
-                block_hashes,
-                root_hash(model.fingerprint),
-                hint.token_ids,
-                model.block_size,
-                extra_keys(cache_salt=hint.cache_salt),
-            )
-            names = await self._threads.run(num_tokens, name)
-            endpoints = self._endpoints(hint, names, action)
-        except BaseException:
-            self._quotas.give_back(*hint.charged, num_tokens)
-            raise
-        if not endpoints:
-            self._quotas.give_back(*hint.charged, num_tokens)
+        charge = Charge(len(hint.token_ids))
+        with self._admission.charged(hint.client, [charge], num_answers=0):
+            return await self._give(hint, action, charge)
+
+    async def _give(self, hint: PrefixHint, action: worker_pb2.CacheAction.ValueType, charge: Charge) -> Hinted:
+        model = hint.model
+        name = partial(model.block_names, hint.token_ids, hint.cache_salt)
+        names = await self._threads.run(len(hint.token_ids), name)
+        endpoints = self._endpoints(hint, names, action)
+        charge.worker_was_asked = bool(endpoints)
         request = worker_pb2.HintCacheRequest(
             fingerprint=model.fingerprint,
             action=action,
             block_hashes=b"".join(names),
             seconds=hint.seconds,
-            tenant=hint.tenant,
+            tenant=hint.client.owner,
         )
         asked = [self._ask(one, request, len(names)) for one in endpoints]
         return Hinted(len(names) * model.block_size, len(names), await asyncio.gather(*asked))
@@ -110,17 +101,8 @@ class PrefixHints:
             return []
         endpoints = [one for one in self._registry.endpoints() if one.fingerprint == hint.model.fingerprint]
         if action == worker_pb2.CACHE_ACTION_PREFETCH:
-            return [self._pick(self._routing(hint, names), endpoints).decode]
+            return [self._routes.pick(_routing_request(hint, names)).decode]
         return endpoints
-
-    def _routing(self, hint: PrefixHint, names: Sequence[bytes]) -> RoutingRequest:
-        return RoutingRequest(
-            num_prompt_tokens=len(hint.token_ids),
-            num_tokens=len(hint.token_ids) + 1,
-            fingerprint=hint.model.fingerprint,
-            cached_blocks=self._registry.blocks.index.match(names, time.monotonic()),
-            session=hint.session,
-        )
 
     async def _ask(self, endpoint: Endpoint, request: worker_pb2.HintCacheRequest, most: int) -> PrefixOnWorker:
         if endpoint.state is WorkerState.UNREACHABLE:
@@ -145,3 +127,13 @@ class PrefixHints:
             num_stored_blocks=min(answer.num_stored_blocks, most),
             error=answer.failure[:MAX_WORDS],
         )
+
+
+def _routing_request(hint: PrefixHint, names: Sequence[bytes]) -> RoutingRequest:
+    return RoutingRequest(
+        num_prompt_tokens=len(hint.token_ids),
+        num_tokens=len(hint.token_ids) + 1,
+        fingerprint=hint.model.fingerprint,
+        block_names=names,
+        session=hint.session,
+    )

@@ -14,6 +14,8 @@ from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from protos.messages import message_of
 from router.fleet.served_model import ServedModel
+from router.limits.charges import Charge
+from router.limits.clients import NOBODY, ApiClient
 from text.answer_form import ChatAnswer
 from text.answer_parts import Part, Reading, ToolCallDelta
 from text.conversation import Tools
@@ -35,13 +37,6 @@ class Siblings:
     """All answers to one prompt. They go to one decode worker, which has the prompt's blocks once for all of them."""
 
     decode: tuple[str, str] | None = None  # `Endpoint.incarnation` of where the first one went
-
-
-@dataclass(slots=True)
-class Charge:
-    """Prompt tokens that were charged to the client's limits, and that no worker was asked for yet."""
-
-    num_tokens: int = 0
 
 
 OBJECT_BYTES = 112  # a token's logprob, with its numbers
@@ -86,8 +81,7 @@ class GenerationRequest:
     priority: int = 0
     arrived_at: float
     deadline: float  # time.monotonic() at which the client gives up
-    client: str = ""  # name of the API key
-    tenant: str = ""  # of the API key
+    client: ApiClient = NOBODY
     session: str = ""  # requests of one session belong together; empty: it belongs to none
     notes: tuple[str, ...] = ()  # `Prompt.notes`
     explain: bool = False  # whether the client wants to know why the request went where it went
@@ -126,7 +120,7 @@ class GenerationRequest:
                 seed=(params.seed + index + 2**63) % 2**64 - 2**63,
                 prompt_logprobs=params.prompt_logprobs if is_first else None,
             ),
-            charge=Charge(),
+            charge=Charge(self.charge.num_tokens),
         )
 
 

@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from prometheus_client import Counter
 
 from common import metrics
-from common.block_hash import block_hashes, extra_keys, root_hash
 from common.errors import UnavailableError
 from common.sampling import SamplingParams, parameters
 from protos.convert import LATER_PARAMETERS
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.policy.embedding import least_loaded
 from router.running.decisions import Decisions, bounded_lines
 from router.running.progress import Progress
 from router.running.request import GenerationRequest
@@ -28,14 +29,16 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENS_HERE = 2**13  # of a prompt whose blocks are named at once, in less than a millisecond; others by a thread
 
+PickT = TypeVar("PickT")
+
 _LATER = [(name, parameters()[name].default) for name in LATER_PARAMETERS]
 
 
 @dataclass(slots=True)
 class Route:
-    """What decides where a request goes next: its blocks, and the decode workers it was on (`Endpoint.incarnation`)."""
+    """What decides where a request goes next: its blocks, and the workers it was on (`Endpoint.incarnation`)."""
 
-    block_names: Sequence[bytes]
+    block_names: Sequence[bytes] = ()
     tried: set[tuple[str, str]] = field(default_factory=set)
     refused: set[tuple[str, str]] = field(default_factory=set)  # of `tried`, those that are there and said no
 
@@ -62,42 +65,35 @@ class Routes:
     async def route(self, request: GenerationRequest) -> Route:
         """Chooses the route of a request that was nowhere yet. The blocks that it looks for leave out the prompt's last
         token, which is always computed."""
-        model, token_ids = request.model, request.prompt_token_ids
-        name = partial(
-            block_hashes,
-            root_hash(model.fingerprint),
-            token_ids[: len(token_ids) - 1],
-            model.block_size,
-            extra_keys(cache_salt=request.cache_salt),
-        )
+        token_ids = request.prompt_token_ids
+        name = partial(request.model.block_names, token_ids[: len(token_ids) - 1], request.cache_salt)
         return Route(name() if len(token_ids) <= MAX_TOKENS_HERE else await asyncio.to_thread(name))
 
-    def pick(self, request: GenerationRequest, route: Route) -> RoutingDecision:
-        """Raises `UnavailableError` if no decode worker can take the request now."""
+    def pick(self, wanted: RoutingRequest) -> RoutingDecision:
+        """Raises `UnavailableError` if no decode worker can take the request now. Workers that were lost, and did not
+        say no, are asked again if there is no other: each may be back."""
+        if wanted.block_names:
+            wanted = replace(wanted, cached_blocks=self._registry.blocks.index.match(wanted.block_names, self._clock()))
+        return self._pick(self.policy.pick, wanted)
+
+    def pick_for_embedding(self, wanted: RoutingRequest) -> Endpoint:
+        """`pick`, of a worker of any role that only computes the prompt."""
+        return self._pick(least_loaded, wanted)
+
+    def _pick(self, pick: Callable[[RoutingRequest, Sequence[Endpoint]], PickT], wanted: RoutingRequest) -> PickT:
         endpoints = self._registry.endpoints()
-        routing = RoutingRequest(
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_tokens=len(request.prompt_token_ids) + request.sampling_params.max_tokens,
-            fingerprint=request.model.fingerprint,
-            tried=frozenset(route.tried),
-            cached_blocks=self._registry.blocks.index.match(route.block_names, self._clock()),
-            session=request.session,
-            beside=request.siblings.decode,
-            parameters=_later_parameters(request.sampling_params),
-            in_place=request.wants_prompt_logprobs,
-        )
         try:
-            return self.policy.pick(routing, endpoints)
+            return pick(wanted, endpoints)
         except UnavailableError:
-            if route.tried == route.refused:
+            if wanted.tried == wanted.refused:
                 raise
-            return self.policy.pick(replace(routing, tried=frozenset(route.refused)), endpoints)
+            return pick(replace(wanted, tried=wanted.refused), endpoints)
 
     def elsewhere(self, request: GenerationRequest, route: Route, draining: Endpoint) -> RoutingDecision | None:
         """The worker that could go on instead of one that drains; None if none can now. The worker asks again."""
         route.refuse(draining)
         try:
-            return self.pick(request, route)
+            return self.pick(routing_request(request, route))
         except UnavailableError:
             return None
 
@@ -118,6 +114,22 @@ class Routes:
         self._decisions.add(request, decision, cause)
         if request.explain:
             progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_lines(decision.reasons))
+
+
+def routing_request(request: GenerationRequest, route: Route) -> RoutingRequest:
+    """What a policy may know about `request`, which was on workers by `route`."""
+    return RoutingRequest(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_tokens=len(request.prompt_token_ids) + request.sampling_params.max_tokens,
+        fingerprint=request.model.fingerprint,
+        tried=frozenset(route.tried),
+        refused=frozenset(route.refused),
+        block_names=route.block_names,
+        session=request.session,
+        beside=request.siblings.decode,
+        parameters=_later_parameters(request.sampling_params),
+        in_place=request.wants_prompt_logprobs,
+    )
 
 
 @functools.cache

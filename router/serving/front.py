@@ -13,6 +13,7 @@ from router.processes.shared_state import Part
 from router.running.decisions import Decision
 from router.running.embedding import Embedder
 from router.running.prefix_hints import PrefixHints
+from router.running.routes import Routes
 from router.serving.generation import Generation
 
 
@@ -23,6 +24,7 @@ class Front:
     admission: Admission
     preparation: Preparation
     generation: Generation
+    routes: Routes
     embedder: Embedder
     prefix_hints: PrefixHints
     part: Part

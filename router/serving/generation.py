@@ -8,17 +8,15 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
 
 from common import metrics
 from common.beam_search import Beam
 from common.errors import BatonError
+from common.grpc.options import DEADLINE_SLACK_S
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
-from router.limits.admission import DEADLINE_SLACK_S
-from router.limits.demand import Demand
-from router.limits.fair_queue import FairQueue, Places, name_of
-from router.limits.quotas import Quotas
+from router.limits.admission import Admission
 from router.running.beams import search
 from router.running.dispatch import Dispatcher
 from router.running.progress import NewTokens, Progress
@@ -32,16 +30,12 @@ log = logging.getLogger(__name__)
 class Generation:
     """Shared by both interfaces of a router."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, demand: Demand, quotas: Quotas | None = None, queue: Places | None = None
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, admission: Admission) -> None:
         self._dispatcher = dispatcher
-        self._demand = demand
-        self._quotas = quotas or Quotas()
-        self._queue = queue or FairQueue(None)
+        self._admission = admission
 
     async def generate(self, request: GenerationRequest, index: int = 0) -> AsyncGenerator[tuple[int, Output], None]:
-        """Pieces of the answer, each with its `index` among the answers to one body. Inside `allowed`. Closing the
+        """Pieces of the answer, each with its `index` among the answers to one body. Inside `charged`. Closing the
         iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress()
         with _UnfinishedLogged(request, progress):
@@ -49,87 +43,35 @@ class Generation:
                 answer = _Answer(request, progress)
                 async with aclosing(self._dispatcher.run(request, progress)) as run:
                     async for new in run:
-                        self._demand.num_output_tokens += len(new.tokens)
                         for output in answer.outputs(new):
-                            self._quotas.answered(request.client, request.tenant, len(output.tokens))
+                            self._admission.answered(request.client, len(output.tokens))
                             yield index, output
                             if output.finish_reason is not None:
                                 return
 
     async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]:
-        """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `allowed`."""
+        """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `charged`."""
         first, progress = requests[0], Progress()
-
-        def count(num_tokens: int) -> None:
-            self._demand.num_output_tokens += num_tokens
-            self._quotas.answered(first.client, first.tenant, num_tokens)
-
         with _UnfinishedLogged(first, progress):
             async with self._turn(first):
-                found = await search(self._dispatcher, first, progress, count)
+                found = await search(self._dispatcher, first, progress, partial(self._admission.answered, first.client))
         for request in requests:
-            request.charge.num_tokens = 0
+            request.charge.worker_was_asked = True
         return [_whole(request, beam, progress) for request, beam in zip(requests, found, strict=True)]
 
-    def allowed(self, requests: Sequence[GenerationRequest], field: str = "") -> AbstractContextManager[None]:
-        """Around `generate` of each answer that one body asks for: they count together, so that a body which is larger
-        than a limit's burst is not refused for ever. `field` says how many there are.
-
-        Raises `OverloadedError` if the client's limits do not allow it now, `InvalidArgumentError` if they never do.
-        """
-        return _Allowed(self._quotas, self._demand, requests, field)
+    def charged(self, requests: Sequence[GenerationRequest], field: str = "") -> AbstractContextManager[None]:
+        """Use it around `generate` of each answer that one body asks for. `field` says how many there are. See
+        `Admission.charged`."""
+        charges = [one.charge for one in requests]
+        return self._admission.charged(requests[0].client, charges, num_answers=len(requests), field=field)
 
     def _turn(self, request: GenerationRequest) -> AbstractAsyncContextManager[None]:
-        """Use it around the time in which workers have the request. Raises `OverloadedError` if the queue refuses it,
-        and `DeadlineError` if its turn does not come in time."""
-        key, tenant = request.client, request.tenant
-        limits = self._quotas.tenant(tenant)
+        """See `Admission.turn`."""
         num_answers = 1 if request.beams is None else request.beams.beam_width
-        return self._queue.place(
-            name_of(key, tenant),
-            len(request.prompt_token_ids) + num_answers * request.sampling_params.max_tokens,
-            request.deadline - time.monotonic(),
-            priority=limits.priority,
-            weight=limits.weight,
-            request_priority=request.priority,
-            places=num_answers,
+        cost = len(request.prompt_token_ids) + num_answers * request.sampling_params.max_tokens
+        return self._admission.turn(
+            request.client, cost, request.deadline, priority=request.priority, places=num_answers
         )
-
-
-class _Allowed:
-    """See `Generation.allowed`. A generator would cost each request more."""
-
-    __slots__ = ("_demand", "_quotas", "_requests", "_streams")
-
-    def __init__(self, quotas: Quotas, demand: Demand, requests: Sequence[GenerationRequest], field: str) -> None:
-        self._quotas = quotas
-        self._demand = demand
-        self._requests = requests
-        self._streams = quotas.streams(requests[0].client, requests[0].tenant, len(requests), field)
-
-    def __enter__(self) -> None:
-        requests, quotas = self._requests, self._quotas
-        key, tenant = requests[0].client, requests[0].tenant
-        self._streams.__enter__()
-        try:
-            quotas.prompt(key, tenant, sum([len(one.prompt_token_ids) for one in requests]))
-            quotas.more_requests(key, tenant, len(requests) - 1)
-        except BaseException as error:
-            self._streams.__exit__(type(error), error, error.__traceback__)
-            raise
-        for one in requests:
-            one.charge.num_tokens = len(one.prompt_token_ids)
-            self._demand.prompt(len(one.prompt_token_ids))  # before they get a place: autoscalers make places of it
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        requests = self._requests
-        num_left = sum([one.charge.num_tokens for one in requests])
-        try:
-            self._quotas.give_back(requests[0].client, requests[0].tenant, num_left)
-        finally:
-            self._streams.__exit__(kind, error, trace)
 
 
 class _Answer:
@@ -290,8 +232,8 @@ def _observe(request: GenerationRequest, progress: Progress) -> None:
         "ttft_ms": round(timings.ttft_ms, 1),
         "total_ms": round(timings.total_ms, 1),
     }
-    if request.client:
-        extra["client"] = request.client
+    if request.client.name:
+        extra["client"] = request.client.name
     if report.fallback_reason:
         extra["fallback_reason"] = report.fallback_reason
     log.info("answered", extra=extra)

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 from common.config import RouterSettings
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2_grpc, router_pb2_grpc
-from router.running.dispatch import DispatchLimits
+from router.running.retries import DispatchLimits
 from router.server import serve
 from tests.router.fake_worker import FakeWorker
 

@@ -19,8 +19,10 @@ from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet import registry
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Reasons, RoutingDecision, RoutingRequest
-from router.running.dispatch import Dispatcher, DispatchLimits
+from router.running.dispatch import Dispatcher
 from router.running.progress import Progress
+from router.running.retries import DispatchLimits, Retries
+from router.running.routes import Routes
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import requests
@@ -464,6 +466,8 @@ class _Gone:
 
 
 async def test_a_worker_that_is_none_any_more_is_a_lost_one() -> None:
-    dispatcher = Dispatcher(registry.Registry([], []), _Gone(), limits=DispatchLimits(recovery_wait_s=0.0))
+    nobody = registry.Registry([], [])
+    retries = Retries(nobody, DispatchLimits(recovery_wait_s=0.0))
+    dispatcher = Dispatcher(nobody, Routes(nobody, _Gone()), retries)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1 is no worker any more"):
         _ = [new async for new in dispatcher.run(requests(1)[0], Progress())]

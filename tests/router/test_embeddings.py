@@ -11,7 +11,7 @@ from common.errors import InvalidArgumentError
 from common.types import WorkerRole
 from protos.baton.v1 import embed_pb2, inference_pb2
 from tests.each_case import each_case
-from tests.router.conftest import RunningRouter, StartRouter, StartWorker
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, sample
 from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
 from tests.router.tiny_tokenizer import ids_of
 
@@ -102,6 +102,18 @@ async def test_prefill_workers_come_first_and_failures_go_elsewhere(
     with pytest.raises(openai.BadRequestError) as caught:
         await router.openai.embeddings.create(model="tiny", input="a")
     assert caught.value.param == "dimensions"
+
+
+async def test_what_a_worker_fails_at_is_retried_as_answers_are(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    broken, whole = await start_worker(WorkerRole.PREFILL), await start_worker()
+    router = await start_router(whole, prefill=(broken,))
+    before = sample("baton_router_retries_total", reason="INTERNAL")
+    broken.refuse = (grpc.StatusCode.INTERNAL, "it is on fire")
+    answer = await router.openai.embeddings.create(model="tiny", input="a")
+    assert len(answer.data) == len(whole.embedded) == 1
+    assert sample("baton_router_retries_total", reason="INTERNAL") == before + 1
 
 
 async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:

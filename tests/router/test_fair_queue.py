@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from common.errors import DeadlineError, OverloadedError
-from router.limits.fair_queue import FairQueue, name_of
+from router.limits.clients import ApiClient
+from router.limits.fair_queue import FairQueue
 
 
 class Clock:
@@ -178,4 +179,4 @@ async def test_requests_of_a_tenant_go_by_their_own_priority() -> None:
 
 
 def test_a_key_is_not_the_tenant_of_its_name() -> None:
-    assert name_of("lab", "") != name_of("ann", "lab") == name_of("bob", "lab")
+    assert ApiClient("lab").owner != ApiClient("ann", "lab").owner == ApiClient("bob", "lab").owner

@@ -19,7 +19,10 @@ from router.api.rest.openai.formats import ChatFormat
 from router.api.rest.openai.large_json import json_parts
 from router.api.rest.openai.responses import ResponseAnswer
 from router.api.rest.openai.tools import JsonObject
+from router.fleet.registry import Registry
+from router.limits.admission import Admission
 from router.limits.demand import Demand
+from router.limits.gate import Gate
 from router.running.progress import NewTokens, Progress
 from router.running.request import GenerationRequest, Output
 from router.serving.generation import Generation
@@ -93,7 +96,7 @@ class Answered:
 async def answered(asked: GenerationRequest, cuts: Sequence[int]) -> Answered:
     has_logprobs = asked.sampling_params.logprobs is not None
     news = pieces(cuts, with_logprobs=has_logprobs)
-    generation = Generation(FakeDispatcher(news), Demand())  # type: ignore[arg-type]
+    generation = Generation(FakeDispatcher(news), Admission(Registry([], []), Demand(), Gate()))  # type: ignore[arg-type]
     chat = Answer(
         generation,
         [asked],

@@ -15,6 +15,10 @@ from common.errors import OverloadedError, StartupError
 from common.grpc.status import error_of_call
 from common.process.watched_files import WatchedFiles
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2, worker_pb2
+from router.fleet.registry import Registry
+from router.limits.admission import Admission
+from router.limits.demand import Demand
+from router.limits.gate import Gate
 from router.limits.quotas import Quotas
 from router.limits.token_bucket import TokenBucket
 from router.running.prefix_hints import PrefixHint, PrefixHints
@@ -330,8 +334,9 @@ async def test_a_hint_that_nobody_is_asked_for_keeps_its_tokens() -> None:
     release = threading.Event()
     busy = asyncio.create_task(threads.run(10**6, lambda: release.wait(60)))
     await asyncio.sleep(0)
-    model = SimpleNamespace(fingerprint="f1", block_size=16)
-    hints = PrefixHints(None, None, quotas, threads)  # type: ignore[arg-type] # neither is asked
+    model = SimpleNamespace(block_names=list)
+    admission = Admission(Registry([], []), Demand(), Gate(), quotas=quotas)
+    hints = PrefixHints(None, None, admission, threads)  # type: ignore[arg-type] # neither is asked
     hint = PrefixHint(model=model, token_ids=[1] * 10_000, cache_salt="")  # type: ignore[arg-type]
     with pytest.raises(OverloadedError, match="too many long texts"):
         await hints.give(hint, worker_pb2.CACHE_ACTION_EVICT)

@@ -9,9 +9,10 @@ import grpc
 import pytest
 from prometheus_client import generate_latest
 
+from common.errors import ModelNotFoundError
 from common.grpc.transport import Channels
 from common.types import WorkerRole, WorkerState
-from router.fleet import worker_watch
+from router.fleet import reports, worker_watch
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from tests.router.conftest import StartWorker
@@ -50,6 +51,9 @@ async def test_a_worker_is_described(registry: Registry, worker: FakeWorker) -> 
     )
     assert known.load.num_blocks == 100
     assert registry.served().limits.max_model_len == 256
+    assert registry.served("tiny") is registry.served() is registry.models["tiny"]
+    with pytest.raises(ModelNotFoundError, match=r"^model: 'Tiny' is not served here; this is 'tiny'"):
+        registry.served("Tiny")
 
 
 async def test_sent_requests_count_until_they_are_reported(registry: Registry, worker: FakeWorker) -> None:
@@ -66,7 +70,7 @@ async def test_a_silent_worker_is_unreachable(
     registry: Registry, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await until(registry, lambda: not registry.not_ready())
-    monkeypatch.setattr(worker_watch, "SILENCE_S", 0.2)
+    monkeypatch.setattr(reports, "SILENCE_S", 0.2)
     worker.silent = True
     await until(registry, lambda: endpoint(registry, worker.address).state is WorkerState.UNREACHABLE)
     monkeypatch.undo()

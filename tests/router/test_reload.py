@@ -16,8 +16,9 @@ from common.config import RouterSettings
 from common.errors import StartupError
 from router.fleet.registry import Registry
 from router.limits.fair_queue import FairQueue
-from router.reload import Reload, SettingsFile, policy_of
-from router.running.dispatch import Dispatcher
+from router.make_front import policy_of
+from router.reload import Reload, SettingsFile
+from router.running.routes import Routes
 from tests.router.conftest import sample
 from tests.router.fake_worker import FakeWorker
 from tests.router.processes.running import running, running_with_file
@@ -31,8 +32,8 @@ class Router:
         read = partial(load, RouterSettings, {"http_listen": "127.0.0.1:1"}, environ={}, config=str(path))
         self.settings = read()
         self.queue = FairQueue(self.settings.max_running)
-        self.dispatcher = Dispatcher(Registry([], []), policy_of(self.settings))
-        self.reload = Reload(self.settings, SettingsFile(str(path), read), self.dispatcher, self.queue)
+        self.routes = Routes(Registry([], []), policy_of(self.settings))
+        self.reload = Reload(self.settings, SettingsFile(str(path), read), self.routes, self.queue)
 
 
 def write(path: Path, text: str) -> None:
@@ -48,18 +49,18 @@ def path(tmp_path: Path) -> Path:
 
 async def test_what_may_change_is_taken_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     router = Router(path)
-    runner, before = Runner(router.queue), router.dispatcher.routes.policy
+    runner, before = Runner(router.queue), router.routes.policy
     await runner.add("a1")
     await runner.add("a2")
     router.reload.look()
     assert runner.order == ["a1"]
-    assert router.dispatcher.routes.policy is before
+    assert router.routes.policy is before
     with caplog.at_level("INFO"):
         write(path, "{max_running: 2, policy: session, request_timeout: 5, http_listen: 127.0.0.1:2}")
         router.reload.look()
     await asyncio.sleep(0)
     assert runner.order == ["a1", "a2"]
-    assert router.dispatcher.routes.policy is not before
+    assert router.routes.policy is not before
     lines = {record.getMessage(): record.__dict__.get("settings") for record in caplog.records}
     assert lines["settings changed"] == "max_running, policy"
     assert lines["settings changed that need a restart"] == "request_timeout", "a flag wins over the file"
@@ -75,16 +76,16 @@ async def test_what_may_change_is_taken_over(path: Path, caplog: pytest.LogCaptu
 async def test_a_file_of_no_use_changes_nothing(path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     router = Router(path)
     before = sample("baton_file_reloads_total", what="settings", outcome="failed")
-    policy = router.dispatcher.routes.policy
+    policy = router.routes.policy
     write(path, text + " ")
     router.reload.look()
     router.reload.look()
-    assert router.dispatcher.routes.policy is policy
+    assert router.routes.policy is policy
     assert sample("baton_file_reloads_total", what="settings", outcome="failed") == before + 1
     assert "changed files cannot be used" in caplog.text
     read = partial(load, RouterSettings, {}, environ={}, config=str(path))
     with pytest.raises(StartupError):
-        Reload(router.settings, SettingsFile(str(path), read), router.dispatcher, router.queue)
+        Reload(router.settings, SettingsFile(str(path), read), router.routes, router.queue)
 
 
 async def test_the_level_of_the_log(path: Path) -> None:

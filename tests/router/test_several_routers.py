@@ -14,7 +14,7 @@ import pytest
 
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
-from router.fleet import worker_watch
+from router.fleet import reports
 from router.fleet.registry import Registry
 from router.policy.base import RoutingRequest
 from router.policy.registry import create_policy
@@ -105,7 +105,7 @@ async def fleet(num_workers: int, *, are_told: bool) -> AsyncIterator[Fleet]:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not report is there all the same."""
-    monkeypatch.setattr(worker_watch, "SILENCE_S", 600.0)
+    monkeypatch.setattr(reports, "SILENCE_S", 600.0)
 
 
 @pytest.mark.parametrize(("are_told", "longest_queue"), [(True, 1), (False, 3)])

@@ -21,6 +21,7 @@ from router.running.dispatch import Dispatcher
 from router.running.prefill_times import MIN_LIKE
 from router.running.progress import Progress
 from router.running.request import Siblings
+from router.running.routes import Routes
 from tests.router.test_answer import requests
 
 WORKERS = tuple(f"127.0.0.1:{number}" for number in range(1, 5))
@@ -44,7 +45,7 @@ class Fleet:
         self.request = replace(request, prompt_token_ids=[1] * 32, sampling_params=params)
         self.decisions = Decisions()
         registry = Registry(prefill, WORKERS)
-        registry.model = self.request.model
+        registry.models = {"tiny": self.request.model}
         for address in (*WORKERS, *prefill):
             worker = registry._workers[address]
             worker.state = WorkerState.READY
@@ -62,7 +63,8 @@ class Fleet:
         )
         assert not any(one.excluded for one in registry.endpoints())
         self.registry = registry
-        self.dispatcher = Dispatcher(registry, create_policy("round_robin"), decisions=self.decisions, clock=self.clock)
+        routes = Routes(registry, create_policy("round_robin"), self.decisions, self.clock)
+        self.dispatcher = Dispatcher(registry, routes, clock=self.clock)
         self.dispatcher._attempts._streams = self  # type: ignore[assignment]  # which opens calls
 
     def clock(self) -> float:

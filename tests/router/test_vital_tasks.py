@@ -38,7 +38,7 @@ async def test_a_router_ends_with_its_grpc_server(
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
-        ("router.server._WebServer.serve", "rest"),
+        ("router.server.WebServer.run", "rest"),
         ("router.server._watch_health", "health"),
         ("router.server._watch_settings", "settings"),
         ("router.server._discover", "discovery"),

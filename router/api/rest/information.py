@@ -9,13 +9,14 @@ from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from common.errors import InvalidArgumentError, ModelNotFoundError
+from common.errors import InvalidArgumentError
 from common.version import VERSION
 from router.api.api_keys import current_client
 from router.api.rest.docs_page import docs_page
 from router.api.rest.http.errors import json_response
 from router.api.rest.metrics_page import MetricsPage
 from router.api.rest.openai.handlers import Handlers
+from router.fleet.served_model import ServedModel
 from router.running.decisions import MAX_DECISIONS
 from router.serving.front import Front
 
@@ -29,23 +30,19 @@ class InformationHandlers(Handlers):
         self._metrics_page = MetricsPage(lambda: front.part.metrics_page())
 
     async def models(self, _request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model()]})
+        served = self._front.admission.models().values()
+        return json_response({"object": "list", "data": [self._described(model) for model in served]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        served = self._model()
-        if name != served["id"]:
-            raise ModelNotFoundError(f"{name!r} is not served here; this is {served['id']!r}", field="model")
-        return json_response(served)
+        return json_response(self._described(self._front.admission.served(request.path_params["model"])))
 
-    def _model(self) -> dict[str, object]:
-        limits = self._front.admission.served().limits
+    def _described(self, model: ServedModel) -> dict[str, object]:
         return {
-            "id": limits.model,
+            "id": model.limits.model,
             "object": "model",
             "created": self._started,
             "owned_by": "baton",
-            "max_model_len": limits.max_model_len,
+            "max_model_len": model.limits.max_model_len,
         }
 
     async def health(self, _request: Request) -> Response:

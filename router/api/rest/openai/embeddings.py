@@ -16,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common.errors import InvalidArgumentError
-from common.validation import ModelLimits, check_model
+from common.validation import ModelLimits
 from protos.baton.v1 import embed_pb2
 from router.api.api_keys import current_client
 from router.api.rest.openai.body_types import several
@@ -27,7 +27,7 @@ from router.api.rest.openai.large_json import PART_BYTES
 from router.api.rest.openai.parsing import parse
 from router.api.rest.openai.tools import JsonObject
 from router.fleet.served_model import ServedModel
-from router.running.embedding import MAX_AT_ONCE, Embedded, EmbedRequest, check_num_inputs
+from router.running.embedding import Embedded, EmbedRequest, check_num_inputs
 from router.running.request import Prompt
 from text.conversation import Conversation, Tools
 
@@ -126,8 +126,7 @@ class EmbeddingHandlers(Handlers):
         client = current_client.get()
         front = self._front
         with front.admission.running("rest", client=client):
-            model = await front.admission.serving()
-            check_model(body.model or "", model.limits)
+            model = await front.admission.serving(body.model or "")
             body.check()
             prompts = await self._prompts(model, body)
             wanted = front.preparation.embed_request(
@@ -142,8 +141,7 @@ class EmbeddingHandlers(Handlers):
                 client=client,
             )
             with front.admission.gate.bytes_held() as held:
-                with front.admission.gate.requests(client.name if client else "", min(len(prompts), MAX_AT_ONCE) - 1):
-                    embedded = await front.embedder.embed(wanted, held.grow)
+                embedded = await front.embedder.embed(wanted, held.grow)
                 async with aclosing(embeddings_parts(body, wanted, embedded)) as parts:
                     async for part in parts:
                         yield part

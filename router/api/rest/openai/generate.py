@@ -11,7 +11,6 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common.sampling import kept_tokens
-from common.validation import check_model
 from router.api.api_keys import current_client
 from router.api.rest.openai.answer import Answer
 from router.api.rest.openai.disconnect import EventStream, json_answer, unless_gone
@@ -149,8 +148,7 @@ class GenerationHandlers(Handlers):
         """`within` has to stay open until the answer's end."""
         client, admission = current_client.get(), self._front.admission
         ending = within.enter_context(admission.running("rest", client=client))
-        model = await admission.serving()
-        check_model(body.model or "", model.limits)
+        model = await admission.serving(body.model or "")
         body.check()
         sampling = body.sampling()
         is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
@@ -174,10 +172,8 @@ class GenerationHandlers(Handlers):
         first, check = requests[0], self._front.preparation.check_guided
         await check(first.sampling_params, first.sampling_field, first.tools, first.form)
         choices = candidates(requests, body.choices)
-        if len(choices) > 1:
-            within.enter_context(admission.gate.requests(client.name if client else "", len(choices) - 1))
         field = "prompt" if len(given) > 1 else body.choices.field()
-        within.enter_context(self._front.generation.allowed(choices, field))
+        within.enter_context(self._front.generation.charged(choices, field))
         answer = make_answer(choices, request_id, hold)
         if body.stream:
             within.callback(_count_failure, answer, ending)

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common.errors import InvalidArgumentError
-from common.validation import ModelLimits, check_model
+from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2
 from router.api.api_keys import current_client
 from router.api.rest.http.errors import json_response
@@ -85,8 +85,7 @@ class PrefixHandlers(Handlers):
     ) -> Response:
         client, front = current_client.get(), self._front
         with front.admission.running("rest", client=client):
-            model = await front.admission.serving()
-            check_model(body.model or "", model.limits)
+            model = await front.admission.serving(body.model or "")
             body.check()
             if body.prompt is None:
                 prompt = await front.preparation.chat_prompt(model, body.conversation(model.limits))

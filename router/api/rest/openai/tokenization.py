@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common.errors import InvalidArgumentError
-from common.validation import ModelLimits, check_model
+from common.validation import ModelLimits
 from router.api.api_keys import current_client
 from router.api.rest.http.errors import json_response
 from router.api.rest.openai.body_types import Body
@@ -59,8 +59,7 @@ class TokenizerHandlers(Handlers):
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._read(request))
         self._front.admission.charge(current_client.get())
-        model = self._front.admission.served()
-        check_model(body.model or "", model.limits)
+        model = self._front.admission.served(body.model or "")
         body.check()
         ids = await self._token_ids(model, body)
         of_vllm = {"tokens": ids} if body.text is None else {}
@@ -78,8 +77,7 @@ class TokenizerHandlers(Handlers):
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._read(request))
         self._front.admission.charge(current_client.get())
-        model = self._front.admission.served()
-        check_model(body.model or "", model.limits)
+        model = self._front.admission.served(body.model or "")
         body.check()
         skip = body.skip_special_tokens is not False
         name, ids = ("tokens", body.tokens) if body.token_ids is None else ("token_ids", body.token_ids)
