@@ -99,6 +99,36 @@ class KVCacheSpec:
     def block_shape(self) -> tuple[int, int, int, int, int]:
         return (self.num_layers, self.num_planes, self.num_kv_heads, self.block_size, self.head_dim)
 
+    @property
+    def layers(self) -> range:
+        """This shard's layers, as the whole model counts them."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def heads(self) -> range:
+        """This shard's KV heads, as the whole model counts them."""
+        return range(self.tp_rank * self.num_kv_heads, (self.tp_rank + 1) * self.num_kv_heads)
+
+    @property
+    def num_layers_in_all(self) -> int:
+        return self.num_layers if self.num_layers_of_whole is None else self.num_layers_of_whole
+
+    @property
+    def num_kv_heads_in_all(self) -> int:
+        return self.num_kv_heads * self.tp_size
+
+    @property
+    def layers_name(self) -> str:
+        """Names the layers of a shard that lacks some, such as `-layers8to15of32`; empty for all layers."""
+        if self.num_layers == self.num_layers_in_all:
+            return ""
+        return f"-layers{self.layers[0]}to{self.layers[-1]}of{self.num_layers_in_all}"
+
+    @property
+    def shard_name(self) -> str:
+        """Tells the blocks of a shard from those of others of the same fingerprint; empty for the whole."""
+        return self.layers_name + (f"-tp{self.tp_rank}of{self.tp_size}" if self.tp_size > 1 else "")
+
     def fingerprint(self) -> str:
         """32 hex digits; equal if two workers' blocks hold the same bytes for the same tokens.
 
@@ -111,10 +141,9 @@ class KVCacheSpec:
         return self._digest("any")
 
     def _digest(self, dtype: str) -> str:
-        whole_heads = self.num_kv_heads * self.tp_size
         kind = "kv1" if self.num_planes == 2 else f"kv1 of {self.num_planes}"
-        num_layers = self.num_layers if self.num_layers_of_whole is None else self.num_layers_of_whole
-        parts = (kind, self.model_id, num_layers, whole_heads, self.head_dim, self.block_size, dtype)
+        sizes = (self.num_layers_in_all, self.num_kv_heads_in_all, self.head_dim, self.block_size)
+        parts = (kind, self.model_id, *sizes, dtype)
         return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 

@@ -30,10 +30,9 @@ def checksum_error(ref: BlockRef, block: Bytes, spec: KVCacheSpec) -> str | None
     """What is wrong with the bytes that came for `ref`; None if they are right, or no checksum came with it."""
     if not ref.checksums:
         return None
-    num_heads = spec.num_kv_heads * spec.tp_size
+    num_heads = spec.num_kv_heads_in_all
     if len(ref.checksums) != num_heads:
         return f"block {ref.block_id} of peer {ref.peer!r} has {len(ref.checksums)} checksums for {num_heads} heads"
-    first = spec.tp_rank * spec.num_kv_heads
-    if ref.checksums[first : first + spec.num_kv_heads] != head_checksums(block, spec):
+    if ref.checksums[spec.heads.start : spec.heads.stop] != head_checksums(block, spec):
         return f"block {ref.block_id} of peer {ref.peer!r} fails its checksum"
     return None

@@ -136,9 +136,8 @@ class MemoryConnector(KVConnector):
                     raise TransferError(f"peer {ref.peer!r} has restarted since it announced the block")
                 if not any(job.get(ref.block_id) == ref.block_hash for job in producer._published.values()):
                     raise TransferError(f"peer {ref.peer!r} holds no lease on block {ref.block_id}")
-                target = self._view.heads[block.block_id, :, part.local_head : part.local_head + part.num_heads]
-                source = producer._view.heads[ref.block_id, :, part.remote_head : part.remote_head + part.num_heads]
-                target.copy_(source)
+                local, remote = part.in_local(self._spec), part.in_remote(producer._spec)
+                self._view.heads[block.block_id, *local] = producer._view.heads[ref.block_id, *remote]
         if error := checksum_error(ref, self._bytes(block.block_id), self._spec):
             raise TransferError(error)
 

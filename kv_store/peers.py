@@ -50,6 +50,8 @@ def decode_peer(data: bytes) -> PeerInfo:
     for name, value in numbers.items():
         if not 1 <= value <= MAX_BLOCKS:
             raise TransferError(f"peer: {name} is {value}, not in [1, {MAX_BLOCKS}]")
+    if not (spec.first_layer >= 0 and spec.layers.stop <= spec.num_layers_in_all <= MAX_BLOCKS):
+        raise TransferError(f"peer: {_layers(spec)} are not layers of a model of {spec.num_layers_in_all}")
     for rank in (spec.tp_rank, *info.transports):
         if not 0 <= rank < spec.tp_size:
             raise TransferError(f"peer: {rank} is not a rank of {spec.tp_size}")
@@ -90,7 +92,7 @@ def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> list[
     """What we need of each rank of the peer.
 
     Raises `IncompatibleError` that names every field in which our blocks and the peer's differ, or the ranks that the
-    description leaves out. The tensor-parallel degrees may differ.
+    description leaves out. The tensor-parallel degrees may differ, the layers may not.
     """
     if peer.connector != connector:
         raise IncompatibleError(f"connector: peer {peer.name!r} has {peer.connector!r}, this worker {connector!r}")
@@ -98,6 +100,11 @@ def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> list[
     differing = [f"{name} {theirs[name]!r} (here {value!r})" for name, value in ours.items() if theirs[name] != value]
     if differing:
         raise IncompatibleError(f"peer {peer.name!r} has other KV blocks: {', '.join(differing)}")
+    if spec.layers != peer.spec.layers:  # a head's checksum is that of all layers of its shard
+        raise IncompatibleError(
+            f"peer {peer.name!r} has other layers: {_layers(peer.spec)} (here {_layers(spec)}) "
+            f"of {spec.num_layers_in_all}"
+        )
     needed = parts(spec, peer.spec)
     if missing := [str(part.rank) for part in needed if part.rank not in peer.transports]:
         raise IncompatibleError(
@@ -107,12 +114,12 @@ def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> list[
 
 
 def _whole(spec: KVCacheSpec) -> dict[str, str | int]:
-    """The fields that must be equal, whatever the tensor-parallel degree."""
+    """The fields that must be equal, whatever the shards."""
     return {
         "model_id": spec.model_id,
-        "num_layers": spec.num_layers,
+        "num_layers": spec.num_layers_in_all,
         "num_planes": spec.num_planes,
-        "num_kv_heads": spec.num_kv_heads * spec.tp_size,
+        "num_kv_heads": spec.num_kv_heads_in_all,
         "head_dim": spec.head_dim,
         "block_size": spec.block_size,
         "dtype": spec.dtype,
@@ -121,3 +128,7 @@ def _whole(spec: KVCacheSpec) -> dict[str, str | int]:
 
 def _without_rank(info: PeerInfo) -> PeerInfo:
     return msgspec.structs.replace(info, spec=replace(info.spec, tp_rank=0), transports={})
+
+
+def _layers(spec: KVCacheSpec) -> str:
+    return f"{spec.layers.start} to {spec.layers.stop - 1}"

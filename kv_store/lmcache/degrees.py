@@ -18,7 +18,7 @@ from common.types import KVCacheSpec
 from kv_store.lmcache.client import LMCacheClient
 from kv_store.lmcache.groups import Bytes, Group, GroupLayout, find_group
 from kv_store.lmcache.marks import Marks
-from kv_store.shards import Part, degrees, sources_of, take_heads
+from kv_store.shards import Part, degrees, sources_of, take_part
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +49,7 @@ class LoadedGroup:
             if not source.layout.read(slot, self._num_blocks, entry, shard):
                 return "corrupt in LMCache: checksum differs"
             if not is_whole:
-                take_heads(source.part, self._spec, source.spec, shard, into)
+                take_part(source.part, self._spec, source.spec, shard, into)
         return None
 
 

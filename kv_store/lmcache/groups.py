@@ -120,9 +120,7 @@ class GroupLayout:
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.tp_size = spec.tp_size
-        self.name = spec.fingerprint()
-        if spec.tp_size > 1:
-            self.name += f"-tp{spec.tp_rank}of{spec.tp_size}"
+        self.name = spec.fingerprint() + spec.shard_name
         self._digest = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
         self.block_bytes = spec.block_bytes
         self.sizes = group_sizes(spec.block_size)

@@ -25,7 +25,7 @@ class Marks:
 
     def __init__(self, client: LMCacheClient, spec: KVCacheSpec) -> None:
         self._client = client
-        self._model_name = f"baton-{spec.fingerprint()}-degrees"
+        self._model_name = f"baton-{spec.fingerprint()}{spec.layers_name}-degrees"
         self._answers: dict[int, tuple[bool, float]] = {}  # degree: whether it has a mark, time.monotonic() of that
 
     def has(self, tp_size: int, deadline: float) -> bool:

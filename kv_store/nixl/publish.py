@@ -49,7 +49,7 @@ def decode_report(message: bytes, spec: KVCacheSpec) -> ReadReport:
         report = msgspec.msgpack.decode(message, type=ReadReport)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransferError(str(error)) from error
-    num_heads = spec.num_kv_heads * spec.tp_size
+    num_heads = spec.num_kv_heads_in_all
     if not 1 <= report.tp_size <= num_heads or num_heads % report.tp_size:
         raise TransferError(f"{num_heads} heads cannot be dealt out among {report.tp_size} ranks")
     if not 0 <= report.tp_rank < report.tp_size:

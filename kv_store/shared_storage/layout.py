@@ -6,8 +6,8 @@
     <kv_dir>/v2-<layout>/writing/…                files being written
     <kv_dir>/<layout>/ab/abcdef….kv               version 1: nobody reads these any more
 
-`<layout>` is the fingerprint, plus the tensor-parallel shard if there is one: other models and layouts never meet.
-Shards of one whole find each other's blocks through `sharded_files`.
+`<layout>` is the fingerprint, plus the shard's layers and tensor-parallel rank if it is not the whole: other
+models and layouts never meet. Ranks of one whole find each other's blocks through `sharded_files`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kv_store.shared_storage.run_file import VERSION, RunName
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # what a file system without room answers
 
-_LAYOUT = r"[0-9a-f]{32}(-tp\d+of\d+)?"
+_LAYOUT = r"[0-9a-f]{32}(-layers\d+to\d+of\d+)?(-tp\d+of\d+)?"
 _FOLDER = re.compile(rf"v{VERSION}-{_LAYOUT}")
 _OLD_FOLDER = re.compile(_LAYOUT)
 _RUN = re.compile(r"(\d+)-.+\.run")
@@ -62,8 +62,7 @@ class StoreLayout:
 
 
 def layout_name(spec: KVCacheSpec) -> str:
-    shard = f"-tp{spec.tp_rank}of{spec.tp_size}" if spec.tp_size > 1 else ""
-    return spec.fingerprint() + shard
+    return spec.fingerprint() + spec.shard_name
 
 
 def layouts(kv_dir: Path) -> list[StoreLayout]:

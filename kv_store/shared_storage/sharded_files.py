@@ -18,7 +18,7 @@ import numpy as np
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
-from kv_store.shards import Part, degrees, sources_of, take_heads
+from kv_store.shards import Part, degrees, sources_of, take_part
 from kv_store.shared_storage.block_files import BlockFiles
 from kv_store.shared_storage.file_clock import FileClock
 
@@ -89,7 +89,7 @@ class ShardedFiles:
                 if error is not None:
                     outcomes[i] = error
                     continue
-                take_heads(source.part, self._spec, source.spec, blocks[i].data, wanted[i][1])
+                take_part(source.part, self._spec, source.spec, blocks[i].data, wanted[i][1])
         return outcomes
 
 

@@ -33,6 +33,15 @@ def test_a_shard_of_layers_is_one_of_the_same_whole() -> None:
     shard = replace(SPEC, num_layers=1, first_layer=2, num_layers_of_whole=3)
     assert shard.fingerprint() == SPEC.fingerprint()
     assert replace(SPEC, num_layers=1).fingerprint() != SPEC.fingerprint()
+    assert (shard.layers, shard.heads) == (range(2, 3), range(12))
+    assert SHARD.heads == range(6, 12)
+
+
+def test_shards_of_one_fingerprint_have_names_of_their_own() -> None:
+    """Names of folders and chunks in stores: those of tensor-parallel ranks stay as they are."""
+    stage = replace(SPEC, num_layers=2, first_layer=1, num_layers_of_whole=3)
+    assert [one.shard_name for one in (SPEC, SHARD, stage)] == ["", "-tp1of2", "-layers1to2of3"]
+    assert replace(stage, num_kv_heads=6, tp_size=2, tp_rank=1).shard_name == "-layers1to2of3-tp1of2"
 
 
 @pytest.mark.parametrize("spec", [SPEC, SHARD, LATENT, WIDE])

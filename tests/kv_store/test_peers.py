@@ -65,6 +65,20 @@ def test_every_difference_is_named(field: str, value: object) -> None:
         check_compatible("c", WIDE_SPEC, decode_peer(rank_of(2, 0, spec=spec)))
 
 
+def test_a_peer_of_other_layers_is_refused() -> None:
+    """Workers of one stage each may exchange blocks, in any tensor-parallel degree; others may not yet."""
+    num_layers = WIDE_SPEC.num_layers
+    stage = shard_of(WIDE_SPEC, 1, 0, range(1, num_layers))
+    peer = decode_peer(rank_of(2, 0, spec=shard_of(WIDE_SPEC, 2, 0, range(1, num_layers)), transports={0: b"", 1: b""}))
+    assert [(part.rank, part.num_layers) for part in check_compatible("c", stage, peer)] == [
+        (0, num_layers - 1),
+        (1, num_layers - 1),
+    ]
+    last = num_layers - 1
+    with pytest.raises(IncompatibleError, match=rf"other layers: 1 to {last} \(here 0 to {last}\) of {num_layers}$"):
+        check_compatible("c", WIDE_SPEC, peer)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -74,6 +88,12 @@ def test_every_difference_is_named(field: str, value: object) -> None:
         ({"spec": replace(WIDE_SPEC, tp_size=2, tp_rank=2)}, "2 is not a rank of 2"),
         ({"spec": replace(WIDE_SPEC, tp_size=2, tp_rank=-1)}, "-1 is not a rank of 2"),
         ({"transports": {5: b""}}, "5 is not a rank of 1"),
+        ({"spec": replace(WIDE_SPEC, first_layer=1)}, "are not layers of a model of"),
+        (
+            {"spec": replace(WIDE_SPEC, first_layer=-1, num_layers_of_whole=9)},
+            "-1 to .* are not layers of a model of 9",
+        ),
+        ({"spec": replace(WIDE_SPEC, num_layers_of_whole=2**40)}, "are not layers of a model of"),
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"num_blocks": 2**60}, "num_blocks is 1152921504606846976"),
     ],

@@ -7,7 +7,7 @@ import torch
 
 from common.errors import ConfigError
 from common.types import KVCacheSpec
-from kv_store.shards import num_readers, parts, runs, shard_of
+from kv_store.shards import num_readers, parts, runs, shard_of, sources_of, take_part
 
 WHOLE = KVCacheSpec(model_id="m", num_layers=3, num_kv_heads=12, head_dim=2, block_size=2, dtype="bfloat16")
 DEGREES = (1, 2, 3, 4, 6, 12)
@@ -67,3 +67,54 @@ def test_shards_that_cannot_be(tp_size: int, tp_rank: int, field: str) -> None:
         shard_of(WHOLE, tp_size, tp_rank)
     with pytest.raises(ValueError, match="shard of a shard"):
         shard_of(replace(WHOLE, tp_size=2), 2, 0)
+    with pytest.raises(ValueError, match="shard of a shard"):
+        shard_of(shard_of(WHOLE, 1, 0, range(2)), 1, 0)
+
+
+@pytest.mark.parametrize("remote_tp", [1, 3])
+@pytest.mark.parametrize("local_tp", [1, 2])
+@pytest.mark.parametrize("stages", [(range(3),), (range(1), range(1, 3)), (range(2), range(2, 3))])
+@pytest.mark.parametrize("layers", [range(3), range(1, 3), range(1, 2)])
+def test_parts_of_all_stages_make_up_each_block(
+    layers: range, stages: tuple[range, ...], local_tp: int, remote_tp: int
+) -> None:
+    """A worker of several stages is several peers: what they hold of our layers is our block, in runs or copied."""
+    whole = torch.arange(WHOLE.block_bytes // 2).to(torch.int16).view(WHOLE.block_shape)
+
+    def block(layers: range, tp_size: int, rank: int) -> torch.Tensor:
+        shard = torch.chunk(whole[layers.start : layers.stop], tp_size, dim=2)[rank]
+        return shard.contiguous().view(-1).view(torch.uint8)
+
+    for rank in range(local_tp):
+        local = shard_of(WHOLE, local_tp, rank, layers)
+        by_runs, copied = (torch.zeros(local.block_bytes, dtype=torch.uint8) for _ in range(2))
+        num_bytes = 0
+        for stage in stages:
+            for part in parts(local, shard_of(WHOLE, remote_tp, 0, stage)):
+                remote, source = shard_of(WHOLE, remote_tp, part.rank, stage), block(stage, remote_tp, part.rank)
+                take_part(part, local, remote, source.numpy().data, copied.numpy().data)
+                for run in runs(part, local, remote):
+                    by_runs[run.local_offset :][: run.num_bytes] = source[run.remote_offset :][: run.num_bytes]
+                    num_bytes += run.num_bytes
+        assert torch.equal(by_runs, block(layers, local_tp, rank))
+        assert torch.equal(copied, by_runs)
+        assert num_bytes == local.block_bytes  # each byte once
+
+
+def test_like_ranks_share_one_run_of_their_common_layers() -> None:
+    local = shard_of(WHOLE, 2, 1, range(1, 3))
+    (part,) = parts(local, shard_of(WHOLE, 2, 0))
+    (run,) = runs(part, local, shard_of(WHOLE, 2, 1))
+    assert (run.remote_offset, run.local_offset, run.num_bytes) == (local.layer_bytes, 0, local.block_bytes)
+    assert parts(local, shard_of(WHOLE, 2, 0, range(1))) == []
+
+
+def test_stores_look_for_the_same_layers_in_other_degrees() -> None:
+    local = shard_of(WHOLE, 2, 1, range(1, 3))
+    assert [spec for _, spec in sources_of(local, 4)] == [shard_of(WHOLE, 4, rank, range(1, 3)) for rank in (2, 3)]
+
+
+@pytest.mark.parametrize("layers", [range(0), range(2, 4), range(0, 3, 2), range(-1, 2)])
+def test_layers_that_are_not_there(layers: range) -> None:
+    with pytest.raises(ConfigError, match=r"^layers: "):
+        shard_of(WHOLE, 1, 0, layers)
