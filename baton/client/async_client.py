@@ -9,43 +9,29 @@ async with AsyncClient("127.0.0.1:50051") as client:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
+from baton.client.base_client import BaseClient, Metadata
 from baton.client.call_errors import to_baton_error
 from baton.client.fleet import fleet_worker
-from baton.client.messages import Tool
 from baton.client.received import Received, last_message
 from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
 from baton.client.requests import (
-    Messages,
     PrefixOptions,
     call_hints,
-    chat_messages,
-    choices_message,
     embed_message,
     embeddings_of,
     num_answers,
     prefix_message,
     prefix_of,
-    retain_message,
-    sampling_message,
-    sampling_options,
-    template_options,
-    tool_choice_message,
-    tool_messages,
 )
-from common.cache_hints import Retain
-from common.choices import AnswerOptions
-from common.errors import ConfigError
-from common.grpc.options import CLIENT_CHANNEL_OPTIONS
 from common.grpc.streams import MessageStream
-from common.grpc.transport import channel_credentials, name_options
-from common.tls import TlsFiles
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
 
 Call = (
@@ -54,7 +40,8 @@ Call = (
 )
 
 
-Response = TypeVar("Response")
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
 
 
 class AsyncAnswer:
@@ -104,35 +91,14 @@ class AsyncAnswer:
         self._call.cancel()
 
 
-class AsyncClient:
-    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit if None. TLS as in
-    `baton.client.sync_client.Client`."""
+class AsyncClient(BaseClient[AsyncAnswer]):
+    __doc__ = BaseClient.__doc__
 
-    def __init__(
-        self,
-        router: str = "127.0.0.1:50051",
-        *,
-        timeout: float | None = None,
-        api_key: str | None = None,
-        tls: bool = False,
-        tls_ca: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        tls_server_name: str | None = None,
-    ) -> None:
-        self._router = router
-        self._timeout = timeout
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-            raise ConfigError("api_key", "is of printable ASCII without spaces")
-        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        options = [*CLIENT_CHANNEL_OPTIONS, *name_options(tls_server_name)]
-        if tls or tls_ca is not None or tls_cert is not None or tls_key is not None:
-            credentials = channel_credentials(TlsFiles(tls_cert, tls_key, tls_ca))
-            self._channel = grpc.aio.secure_channel(router, credentials, options=options)
-        elif tls_server_name is not None:
-            raise ConfigError("tls_server_name", "is for TLS: tls or tls_ca is missing")
+    def _connect(self, credentials: grpc.ChannelCredentials | None, options: list[tuple[str, Any]]) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(self._router, options=options)
         else:
-            self._channel = grpc.aio.insecure_channel(router, options=options)
+            self._channel = grpc.aio.secure_channel(self._router, credentials, options=options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._fleet = router_pb2_grpc.RouterServiceStub(self._channel)
 
@@ -148,71 +114,12 @@ class AsyncClient:
         """Ends every request in flight."""
         await self._channel.close()
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        add_special_tokens: bool = True,
-        model: str = "",
-        request_id: str = "",
-        cache_salt: str = "",
-        retain: Retain | None = None,
-        priority: int = 0,
-        session: str = "",
-        explain: bool = False,
-        **options: Unpack[AnswerOptions],
-    ) -> AsyncAnswer:
-        """Continues a prompt, as `Client.generate`."""
-        request = inference_pb2.GenerateRequest(
-            request_id=request_id,
-            model=model,
-            prompt=prompt if isinstance(prompt, str) else "",
-            prompt_token_ids=() if isinstance(prompt, str) else prompt,
-            add_special_tokens=add_special_tokens,
-            sampling_params=sampling_message(sampling_options(options)),
-            choices=choices_message(options),
-            cache_salt=cache_salt,
-            retain=retain_message(retain),
-            priority=priority,
-        )
-        metadata = (*self._metadata, *call_hints(session, explain=explain))
-        call = self._inference.Generate(request, timeout=self._timeout, metadata=metadata)
+    def _ask_generate(self, request: inference_pb2.GenerateRequest, hints: Metadata) -> AsyncAnswer:
+        call = self._inference.Generate(request, timeout=self._timeout, metadata=(*self._metadata, *hints))
         return AsyncAnswer(call, self._router, request.choices)
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str = "auto",
-        parallel_tool_calls: bool = True,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        model: str = "",
-        request_id: str = "",
-        cache_salt: str = "",
-        retain: Retain | None = None,
-        priority: int = 0,
-        session: str = "",
-        explain: bool = False,
-        **options: Unpack[AnswerOptions],
-    ) -> AsyncAnswer:
-        """Answers a conversation, as `Client.chat`."""
-        request = inference_pb2.ChatRequest(
-            request_id=request_id,
-            model=model,
-            messages=chat_messages(messages),
-            tools=tool_messages(tools),
-            tool_choice=tool_choice_message(tool_choice),
-            parallel_tool_calls=parallel_tool_calls,
-            chat_template_kwargs=template_options(chat_template_kwargs),
-            sampling_params=sampling_message(sampling_options(options)),
-            choices=choices_message(options),
-            cache_salt=cache_salt,
-            retain=retain_message(retain),
-            priority=priority,
-        )
-        metadata = (*self._metadata, *call_hints(session, explain=explain))
-        call = self._inference.Chat(request, timeout=self._timeout, metadata=metadata)
+    def _ask_chat(self, request: inference_pb2.ChatRequest, hints: Metadata) -> AsyncAnswer:
+        call = self._inference.Chat(request, timeout=self._timeout, metadata=(*self._metadata, *hints))
         return AsyncAnswer(call, self._router, request.choices)
 
     async def embed(
@@ -238,65 +145,50 @@ class AsyncClient:
             request_id=request_id,
             cache_salt=cache_salt,
         )
-        response: inference_pb2.EmbedResponse = await self._answered(
-            self._inference.Embed(request, timeout=self._timeout, metadata=self._metadata)
-        )
-        return embeddings_of(response)
+        return embeddings_of(await self._ask(self._inference.Embed, request))
 
     async def retain_prefix(self, seconds: float, **prefix: Unpack[PrefixOptions]) -> Prefix:
         """Does what `Client.retain_prefix` does."""
         request = inference_pb2.RetainPrefixRequest(prefix=prefix_message(prefix), seconds=seconds)
-        call = self._inference.RetainPrefix(request, timeout=self._timeout, metadata=self._metadata)
-        response: inference_pb2.PrefixResponse = await self._answered(call)
-        return prefix_of(response)
+        return prefix_of(await self._ask(self._inference.RetainPrefix, request))
 
     async def evict_prefix(self, **prefix: Unpack[PrefixOptions]) -> Prefix:
         """Does what `Client.evict_prefix` does."""
         request = inference_pb2.EvictPrefixRequest(prefix=prefix_message(prefix))
-        call = self._inference.EvictPrefix(request, timeout=self._timeout, metadata=self._metadata)
-        response: inference_pb2.PrefixResponse = await self._answered(call)
-        return prefix_of(response)
+        return prefix_of(await self._ask(self._inference.EvictPrefix, request))
 
     async def prefetch_prefix(self, *, session: str = "", **prefix: Unpack[PrefixOptions]) -> Prefix:
         """Does what `Client.prefetch_prefix` does."""
         request = inference_pb2.PrefetchPrefixRequest(prefix=prefix_message(prefix))
-        metadata = (*self._metadata, *call_hints(session, explain=False))
-        call = self._inference.PrefetchPrefix(request, timeout=self._timeout, metadata=metadata)
-        response: inference_pb2.PrefixResponse = await self._answered(call)
-        return prefix_of(response)
+        hints = call_hints(session, explain=False)
+        return prefix_of(await self._ask(self._inference.PrefetchPrefix, request, hints))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> list[int]:
         request = inference_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
-        response: inference_pb2.TokenizeResponse = await self._answered(
-            self._inference.Tokenize(request, timeout=self._timeout, metadata=self._metadata)
-        )
-        return list(response.token_ids)
+        return list((await self._ask(self._inference.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
         request = inference_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        response: inference_pb2.DetokenizeResponse = await self._answered(
-            self._inference.Detokenize(request, timeout=self._timeout, metadata=self._metadata)
-        )
-        return response.text
+        return (await self._ask(self._inference.Detokenize, request)).text
 
     async def models(self) -> list[ModelCard]:
-        request = inference_pb2.ListModelsRequest()
-        response: inference_pb2.ListModelsResponse = await self._answered(
-            self._inference.ListModels(request, timeout=self._timeout, metadata=self._metadata)
-        )
+        response = await self._ask(self._inference.ListModels, inference_pb2.ListModelsRequest())
         return [ModelCard(model.id, model.max_model_len) for model in response.models]
 
     async def fleet(self) -> list[FleetWorker]:
         """Does what `Client.fleet` does."""
-        response: router_pb2.GetFleetResponse = await self._answered(
-            self._fleet.GetFleet(router_pb2.GetFleetRequest(), timeout=self._timeout, metadata=self._metadata)
-        )
+        response = await self._ask(self._fleet.GetFleet, router_pb2.GetFleetRequest())
         return [fleet_worker(worker) for worker in response.workers]
 
-    async def _answered(self, call: Awaitable[Response]) -> Response:
+    async def _ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        hints: Metadata = (),
+    ) -> Response:
         try:
-            return await call
+            return await method(request, timeout=self._timeout, metadata=(*self._metadata, *hints))
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error

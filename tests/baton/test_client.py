@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from collections.abc import Iterator
@@ -329,3 +330,18 @@ async def test_both_clients_say_which_prefix_is_meant(client: Client, router: tu
     assert [(one.role, one.content) for one in second.prefix.messages] == [("user", "hi")]
     assert [one.name for one in second.prefix.tools] == ["f"]
     assert second.prefix.chat_template_kwargs == '{"enable_thinking": false}'
+
+
+def test_both_clients_offer_the_same() -> None:
+    """Their methods that wait for an answer stand twice: the same names, arguments, defaults and types."""
+
+    def offered(client: type) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for name, method in inspect.getmembers(client, inspect.isfunction):
+            if not name.startswith("_"):
+                signature = inspect.signature(method)
+                found[name] = list(signature.parameters.values()), str(signature.return_annotation)
+        return found
+
+    assert offered(Client) == offered(AsyncClient)
+    assert {"generate", "chat", "embed", "fleet", "close"} <= set(offered(Client))
