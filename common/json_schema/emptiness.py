@@ -8,12 +8,23 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from common.json_schema.patterns import UnreadError, has_match
 from common.json_schema.plain import TYPES, Plain, is_same, parts, type_of, types_of
 
 MAX_TERMS = 64
 MAX_DEPTH = 6
 MAX_REFERENCES = 12
 MAX_PATTERNS = 500  # characters of patterns that are compared
+
+# Formats that patterns say.
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HEX = "[0-9A-Fa-f]"
+_FORMATS = {
+    "ipv4": rf"^(?:{_BYTE}\.){{3}}{_BYTE}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+    "uuid": f"^{_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}$",
+}
 
 Term = list[Mapping[str, Any]]  # schemas without parts, all of which hold
 
@@ -111,6 +122,19 @@ def _do_clash(patterns: frozenset[str], formats: frozenset[str]) -> bool:
     return "Unsatisfiable" in LLMatcher.validate_grammar(grammar)
 
 
+def text_patterns(term: Term) -> frozenset[str]:
+    """Patterns that a text has to have; formats that no pattern says are left out."""
+    some = {one["pattern"] for one in term if "pattern" in one}
+    return frozenset(some | {_FORMATS[one["format"]] for one in term if one.get("format") in _FORMATS})
+
+
+def _may_match(pattern: str, text: str) -> bool:
+    try:
+        return has_match(pattern, text)
+    except UnreadError:
+        return True
+
+
 def _has_empty_item(term: Term, definitions: Mapping[int, Plain], depth: int) -> bool:
     num_items = max((one["minItems"] for one in term if "minItems" in one), default=0)
     return any(is_empty(_items(term, at), definitions, depth + 1) for at in range(min(num_items, 8)))
@@ -156,7 +180,7 @@ def values(term: Term, name: str) -> list[Plain]:
 
 
 def _refuses(schema: Mapping[str, Any], value: Any) -> bool:
-    """Whether the value certainly does not match. Parts, patterns and formats are not looked at."""
+    """Whether the value certainly does not match. Parts, and most formats, are not looked at."""
     if type_of(value) not in types_of(schema):
         return True
     match value:
@@ -165,7 +189,8 @@ def _refuses(schema: Mapping[str, Any], value: Any) -> bool:
         case int() | float():
             return _is_outside([schema, {"minimum": value, "maximum": value}])
         case str():
-            return not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+            is_long = not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+            return is_long or not all(_may_match(pattern, value) for pattern in text_patterns([schema]))
         case list():
             return not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
         case dict():

@@ -19,6 +19,7 @@ _DIGITS = 15
 _MAX_POWER = 22  # of ten, that is a double
 _LIMIT = 2**63  # bounds and constants are below it in size
 _MAX_INT64 = _LIMIT - 1  # llguidance reads it as 2**63, and caps that to this again
+_LEAST = 1024 - _LIMIT  # -2**63 as a lower bound is this one instead: llguidance knows none below it
 _MAX_COEFFICIENT = 2**32  # of multipleOf: what llguidance computes them with
 
 
@@ -64,6 +65,8 @@ def bounds(schema: Mapping[str, Any], others: Collection[float], *, is_integer: 
             value, is_open = (value + 1 if is_open else value), False
         elif is_integer:
             value, is_open = (math.floor(value) + 1 if is_open else math.ceil(value)), False
+        if sign * value == -_LIMIT and name == "minimum":
+            value = _LEAST
         if not _is_kept(value) and not (is_integer and sign * value == _MAX_INT64):
             raise UnkeptError(keyword, place, f"{schema[keyword]} cannot be kept exactly")
         if is_open and value >= 0 and value == int(value) and any(value < sign * one < value + 1 for one in others):

@@ -9,26 +9,70 @@ from collections.abc import Callable
 from typing import Any
 
 from common.json_schema import numbers
+from common.json_schema.patterns import lookaheads
 from common.json_schema.plain import NUMBERS, TYPES, Plain, UnkeptError, all_of, any_of, is_same
 from common.json_schema.references import DRAFT_6, DRAFT_7, DRAFT_2019, Document, Place
 
 # Formats that llguidance keeps, and those that the standard defines and llguidance lacks. Any other is an annotation,
 # says the standard.
-_UNKEPT_FORMATS = frozenset(("regex", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname"))
+_UNKEPT_FORMATS = frozenset(("idn-hostname",))
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
-# Formats that llguidance lacks and a pattern can say. Of references (RFC 3986), those with an IP literal are left out.
+# Formats that llguidance lacks and a pattern says, of most texts. Left out are: of references (RFC 3986, 3987) those
+# with an IP literal; of addresses (RFC 6531) quoted ones and the letters of some scripts; of regular expressions names
+# of groups, groups four deep, and what engines disagree about.
 _TOKENS = "(?:/(?:[^/~]|~[01])*)*"
 _HOST = "(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})"
 _FIRST, _NEXT = _HOST.replace("=-]", "=@-]"), _HOST.replace("=-]", "=:@-]")
 _ROOTED = f"//(?:(?:{_HOST}|:)*@)?{_HOST}*(?::[0-9]*)?(?:/{_NEXT}*)*|/(?:{_NEXT}+(?:/{_NEXT}*)*)?"
+_REFERENCE = (
+    f"(?:{_ROOTED}|{_FIRST}+(?:/{_NEXT}*)*)?",
+    f"(?:[?](?:{_NEXT}|[/?])*)?(?:#(?:{_NEXT}|[/?])*)?",
+)
+_ABSOLUTE = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{_ROOTED}|{_NEXT}+(?:/{_NEXT}*)*)?"
+_URI_REFERENCE = f"^(?:{_ABSOLUTE}|{_REFERENCE[0]}){_REFERENCE[1]}$"
+
+
+def _international(pattern: str) -> str:
+    """Of IRIs (RFC 3987), from that of URIs."""
+    return pattern.replace("[A-Za-z0-9._~", r"[\u{a0}-\u{d7ff}\u{f900}-\u{fdcf}\u{fdf0}-\u{ffef}A-Za-z0-9._~")
+
+
+_ATOM = r"[\u{a1}-\u{d7ff}\u{f900}-\u{fdcf}\u{fdf0}-\u{ffef}A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_OTHER_LABEL = r"[a-z0-9\u{e0}-\u{f6}\u{f8}-\u{ff}\u{3041}-\u{3096}\u{4e00}-\u{9fff}\u{ac00}-\u{d7a3}]{1,16}"
+_VARIABLE = "(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{2})(?:[.]?(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*(?::[1-9][0-9]{0,3}|[*])?"
+
+
+def _expressions(depth: int) -> str:
+    """Of regular expressions (ECMA-262) with groups of this depth."""
+    escape = r"\\(?:[dDwWsStnrvf]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[\^$\\.*+?()\[\]{}|/-])"
+    ranges = "a-z|A-Z|0-9|a-f|A-F|a-zA-Z"
+    chars = rf"(?:{ranges}|{escape}|[^\u{{0}}-\u{{1f}}\\\[\]\^&~|-])"
+    atom = rf"{escape}|[^\u{{0}}-\u{{1f}}\\()\[\]{{}}|*+?^$]|\[\^?-?{chars}+-?\]"
+    if depth:
+        inner = _expressions(depth - 1)
+        atom += rf"|\((?:\?:)?{inner}\)"
+        around = rf"|\(\?[=!]{inner}\)"
+    else:
+        around = ""
+    count = r"\{(?:[0-9]{1,3},?|[01],[1-9][0-9]{0,2}|[0-9],[1-9][0-9]{1,2})\}"
+    one = rf"(?:(?:{atom})(?:[*+?]|{count})?[?]?|\^|\$|\\b{around})"
+    return rf"{one}*(?:\|{one}*)*"
+
+
 _PATTERNS = {
     "json-pointer": f"^{_TOKENS}$",
     "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_TOKENS})$",
-    "uri-reference": (
-        f"^(?:[A-Za-z][A-Za-z0-9+.-]*:(?:{_ROOTED}|{_NEXT}+(?:/{_NEXT}*)*)?|{_ROOTED}|{_FIRST}+(?:/{_NEXT}*)*)?"
-        f"(?:[?](?:{_NEXT}|[/?])*)?(?:#(?:{_NEXT}|[/?])*)?$"
+    "uri-reference": _URI_REFERENCE,
+    "iri-reference": _international(_URI_REFERENCE),
+    "iri": _international(f"^{_ABSOLUTE}{_REFERENCE[1]}$"),
+    "idn-email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}|{_OTHER_LABEL})(?:\.(?:{_LABEL}|{_OTHER_LABEL}))*$",
+    "uri-template": (
+        rf"^(?:[^\u{{0}}-\u{{20}}\"'%<>\\\^`{{|}}\u{{7f}}-\u{{9f}}]|%[0-9A-Fa-f]{{2}}"
+        rf"|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*$"
     ),
+    "regex": f"^(?:{_expressions(3)})$",
 }
 _SINCE = {
     **dict.fromkeys(("contains", "propertyNames"), DRAFT_6),
@@ -91,6 +135,9 @@ class Reader:
         for keyword, value in schema.items():
             if _SINCE.get(keyword, 0) > place.draft:
                 continue
+            if keyword == "pattern" and isinstance(value, str) and (ahead := lookaheads(value)) is not None:
+                parts.append(("allOf", self._ahead(*ahead, place), str(place / keyword)))
+                continue
             if (read := _KEYWORDS.get(keyword)) is not None and not (keyword == "format" and value in list(_PATTERNS)):
                 read(self, schema, value, place, plain)
                 if keyword in ("properties", "prefixItems", "items"):
@@ -106,6 +153,13 @@ class Reader:
         else:
             plain.pop("before", None)
         return True if plain == {"type": TYPES} else plain
+
+    def _ahead(self, matching: list[str], others: list[str], place: Place) -> list[Plain]:
+        """Texts with some patterns, and without others."""
+        found: list[Plain] = [{"type": TYPES, "pattern": pattern} for pattern in matching]
+        for pattern in others:
+            found.append(any_of([{"type": TYPES - {"string"}}, _negated({"type": TYPES, "pattern": pattern}, place)]))
+        return found
 
     def _types(self, schema: dict[str, Any], place: Place) -> frozenset[str]:
         given = schema.get("type")

@@ -11,6 +11,7 @@ from typing import Any
 from common.json_schema import numbers
 from common.json_schema.emptiness import is_empty
 from common.json_schema.negation import Negation
+from common.json_schema.patterns import UnreadError, has_inner_anchor, texts
 from common.json_schema.plain import (
     NUMBERS,
     TYPES,
@@ -29,9 +30,10 @@ from common.json_schema.references import step
 MAX_SCHEMAS = 20_000  # that one schema may become
 MAX_BRANCHES = 64  # of one keyword that is written as anyOf
 MAX_ARRAYS = 400  # that are written out, of unique items
+MAX_OVERLAPPING = 4  # patterns of keys
 MAX_ROUNDS = 4
 MAX_IMPLIED = 4  # references that are followed to know types
-MAX_POSITIONS = 16  # at which an array may contain what it has to
+MAX_POSITIONS = 16  # at which an array contains what it has to
 
 _STRING = ("minLength", "maxLength", "pattern", "format")
 _ARRAY = ("prefixItems", "items", "minItems", "maxItems")
@@ -102,6 +104,8 @@ class _Writer:
                 return False
         if "string" in types:
             written |= {key: schema[key] for key in _STRING if key in schema}
+            if "pattern" in written and has_inner_anchor(written["pattern"]):
+                written["pattern"] = self._without_inner_anchors(written["pattern"])
             if written.get("format", "uri") not in FORMATS:
                 raise UnkeptError("format", place, f"{written['format']!r} is not supported")
         if types & NUMBERS:
@@ -176,7 +180,7 @@ class _Writer:
             case "oneOf":
                 return self._one(value, schema, types, where)
             case _:
-                return self._schema(Negation(self._definitions, where).of(value, types), types, where)
+                return self._schema(Negation(self._definitions, where).of(value, types, _beside(schema)), types, where)
 
     def _all(self, schemas: list[Plain], types: frozenset[str], place: str) -> Written:
         types = types.intersection(*(self._all_types(one, 0) for one in schemas))
@@ -194,10 +198,9 @@ class _Writer:
         return left[0] if len(left) == 1 else {"anyOf": left} if left else False
 
     def _one(self, schemas: list[Plain], schema: Plain, types: frozenset[str], place: str) -> Written:
-        """As `anyOf` of branches that exclude each other; what of two branches both may hold is taken out."""
-        beside: list[Plain] = [{"type": types}]
-        if isinstance(schema, dict):
-            beside.append({key: value for key, value in schema.items() if key != "parts"})
+        """As `anyOf` of branches that exclude each other. What two branches both take is taken out, and with it what no
+        keyword of llguidance tells apart from that: some values that are allowed are never written."""
+        beside: list[Plain] = [{"type": types}, *_beside(schema)]
         overlaps: dict[int, list[int]] = {number: [] for number in range(len(schemas))}
         for one, other in itertools.combinations(range(len(schemas)), 2):
             if not is_empty([*beside, schemas[one], schemas[other]], self._definitions):
@@ -210,7 +213,8 @@ class _Writer:
             if any(is_equal(branch, other) for other in others):
                 continue
             try:
-                apart = [Negation(self._definitions, place).of(other, inside, [*beside, branch]) for other in others]
+                negation = Negation(self._definitions, place, is_part_enough=True)
+                apart = [negation.of(other, inside, [*beside, branch]) for other in others]
             except UnkeptError as error:
                 reason = f"two of its branches may hold at once, and cannot be told apart ({error})"
                 raise UnkeptError("oneOf", place, reason) from error
@@ -254,8 +258,7 @@ class _Writer:
         most = _max_items(schema)
         if schema["contains"] is True:
             most = 1
-        if most > MAX_POSITIONS:
-            raise UnkeptError("contains", place, f"is only supported with maxItems of at most {MAX_POSITIONS}")
+        most = min(most, MAX_POSITIONS)
         either: list[Plain] = [
             {"type": frozenset({"array"}), "minItems": at + 1, "prefixItems": [*[True] * at, schema["contains"]]}
             for at in range(int(most))
@@ -309,6 +312,7 @@ class _Writer:
     ) -> list[tuple[str, Any, str]]:
         if "propertyNames" in schema:
             schema = self._named(schema, place)
+        schema = self._disjoint(schema, place)
         for keyword in ("properties", "patternProperties"):
             if keyword in schema:
                 written[keyword] = {
@@ -322,6 +326,38 @@ class _Writer:
         if "required" in schema:
             written["required"] = schema["required"]
         return self._counted(schema, types, written, place)
+
+    def _without_inner_anchors(self, pattern: str) -> str:
+        try:
+            return texts(frozenset({pattern}), frozenset()) or "^(?:[^a]&&a)$"
+        except UnreadError:
+            return pattern  # llguidance says what is wrong
+
+    def _disjoint(self, schema: Any, place: str) -> Any:
+        """`patternProperties` of which no two hold for one key: llguidance knows no others."""
+        patterns: dict[str, Plain] = schema.get("patternProperties", {})
+        if len(patterns) < 2:
+            return schema
+        try:
+            pairs = [set(two) for two in itertools.combinations(patterns, 2) if texts(frozenset(two), frozenset())]
+        except UnreadError:
+            return schema  # llguidance tells them apart, or says that it cannot
+        if not pairs:
+            return schema
+        if len(patterns) > MAX_OVERLAPPING:
+            raise UnkeptError(
+                "patternProperties", place, f"is only supported with {MAX_OVERLAPPING} patterns that overlap"
+            )
+        cells: dict[str, Plain] = {}
+        try:
+            for size in range(1, len(patterns) + 1):
+                for some in itertools.combinations(patterns, size):
+                    if pattern := texts(frozenset(some), frozenset(patterns) - frozenset(some)):
+                        cells[pattern] = all_of([patterns[one] for one in some])
+        except UnreadError as error:
+            reason = f"two of its patterns may hold for one key, and one {error}"
+            raise UnkeptError("patternProperties", place, reason) from error
+        return {**schema, "patternProperties": cells}
 
     def _counted(
         self, schema: Any, types: frozenset[str], written: dict[str, Any], place: str
@@ -417,6 +453,11 @@ class _Writer:
             if isinstance(target, bool) or types_of(schema) >= types_of(target):
                 return target
         return schema
+
+
+def _beside(schema: Plain) -> list[Plain]:
+    """What holds beside the parts of a schema."""
+    return [] if isinstance(schema, bool) else [{key: value for key, value in schema.items() if key != "parts"}]
 
 
 def _present(names: list[str], absent: Iterable[str] = ()) -> dict[str, Any]:

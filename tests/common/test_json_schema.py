@@ -65,10 +65,48 @@ MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
         ({"oneOf": [{"pattern": "^a"}, {"pattern": "^b"}], "type": "string"}, ['"a"', '"bc"'], ['"c"']),
         ({"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ['"a"', '"c"'], ['"b"']),
         ({"oneOf": [{"type": "string"}]}, ['"a"'], ["1"]),
+        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}], "type": "string"}, ['"a"', '"bc"'], ['"ab"', '"c"']),
+        (
+            {"oneOf": [{"type": "string", "pattern": "^[0-9a-f]{8}$"}, {"type": "string"}]},
+            ['"0123456"', '"x"'],
+            ['"0123abcd"'],
+        ),
+        ({"oneOf": [{"format": "hostname"}, {"format": "ipv4"}], "type": "string"}, ['"a.b"'], ['"1.2.3.4"', '"_"']),
+        (
+            {"oneOf": [{"items": {"type": "string"}}, {"items": {"type": "object"}}], "type": "array"},
+            ['["a", "b"]', "[{}]"],
+            ["[]", "[1]", '["a", {}]'],
+        ),
+        ({"oneOf": [{"enum": ["a"]}, {"pattern": "^#"}], "type": "string"}, ['"a"', '"#1"'], ['"b"']),
+        # Numbers that are no integers are left out of the second branch, which has others.
+        (
+            {
+                "type": "object",
+                "oneOf": [
+                    {"required": ["a"], "properties": {"a": {"type": "integer"}}},
+                    {"required": ["a"], "properties": {"a": {"type": ["number", "null"]}}},
+                ],
+            },
+            ['{"a": null}'],
+            [A, "{}"],
+        ),
         # formats that nobody defined, and some that a pattern says
         ({"type": "string", "format": "weird"}, ['"a"'], ["1"]),
         ({"type": "string", "format": "json-pointer"}, ['"/a~0/b"', '""'], ['"a"', '"/~2"']),
         ({"type": "string", "format": "uri-reference"}, ['"/a?b#c"', '"http://x.y/z"', '"a/b:c"'], ['"a b"', '":a"']),
+        (
+            {"type": "string", "format": "regex"},
+            ['"^a(?:b|[^c-])+?[0-9]{2,}$"', r'"\\d\\.(x(?=y))*"', '"a{1,3}|"'],
+            ['"("', '"[z-a]"', '"a**"', '"a{3,1}"', r'"\\q"', '"*a"'],
+        ),
+        ({"type": "string", "format": "idn-email"}, ['"jürgen@例.jp"', '"a.b@c.de"'], ['"a"', '"a@b@c"', '"a b@c"']),
+        ({"type": "string", "format": "iri"}, ['"http://例.jp/ä?ö#ü"', '"urn:a"'], ['"/ä"', '"http://a b"']),
+        ({"type": "string", "format": "iri-reference"}, ['"/ä"', '"ä/b:c"', '"#ü"'], ['"a b"', '"ä:b"', '"<ä>"']),
+        (
+            {"type": "string", "format": "uri-template"},
+            ['"/a{?b,c*}{/d:3}%20"'],
+            ['"/{a"', '"/a b"', '"{a:0}"', '"{}"'],
+        ),
         # not
         ({"not": {"type": "null"}}, ["1", '"a"', "[]"], ["null"]),
         ({"type": "string", "not": {"enum": ["ab", "é"]}}, ['"a"', '"abc"', '""', '"e"'], ['"ab"', '"é"']),
@@ -76,6 +114,39 @@ MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
         ({"enum": [1, 2, None], "not": {"enum": [2]}}, ["1", "null"], ["2"]),
         ({"type": "object", "not": {"required": ["a", "b"]}}, [A, B, "{}"], [AB]),
         ({"anyOf": [{"not": {}}, {"type": "null"}]}, ["null"], ["1"]),
+        ({"type": "string", "not": {"pattern": "a+b"}}, ['"a"', '"ba"', '""'], ['"ab"', '"xaaby"']),
+        ({"type": "string", "not": {"pattern": "^$"}}, ['"a"', '" "'], ['""']),
+        (
+            {"type": "string", "pattern": "^[a-c]*$", "not": {"pattern": "^.{2}$|bb"}},
+            ['"abc"', '"b"'],
+            ['"ab"', '"abb"'],
+        ),
+        ({"type": "string", "not": {"format": "ipv4"}}, ['"1.2.3"', '"1.2.3.256"'], ['"1.2.3.4"']),
+        ({"type": "array", "not": {"const": [1, "a"]}}, ["[]", "[1]", '[1, "b"]', '[1, "a", 2]'], ['[1, "a"]']),
+        ({"type": "object", "not": {"enum": [{}, {"a": 1}]}}, [B, AB, '{"a": 2}'], ["{}", A]),
+        ({"type": "object", "not": {"propertyNames": False}}, [A], ["{}"]),
+        ({"type": "object", "not": {"propertyNames": {"not": {"enum": ["a", "c"]}}}}, [A, AB], [B, "{}"]),
+        ({"type": "object", "not": {"propertyNames": {"enum": ["a"]}}}, [B, AB], [A, "{}"]),
+        ({"type": "object", "not": {**CLOSED, "properties": {"a": {}}}}, [B, AB], [A, "{}"]),
+        (
+            {**CLOSED, "properties": {"a": {}, "b": {}}, "not": {"patternProperties": {"^a": {"type": "string"}}}},
+            [A, AB],
+            [B, "{}", '{"a": "x"}'],
+        ),
+        ({"type": "object", "not": {"oneOf": ONE_OF_TWO}}, [AB, "{}"], [A, B]),
+        (
+            {"type": "array", "maxItems": 2, "not": {"items": {"type": "boolean"}}},
+            ['["a"]', '[true, "a"]'],
+            ["[]", "[true, false]"],
+        ),
+        # patterns
+        ({"type": "string", "pattern": "^(?=.*[0-9])(?!x)[a-z0-9]+$"}, ['"a1"', '"1"'], ['"a"', '"x1"', '"1A"']),
+        ({"type": "string", "pattern": "^((a|b)(-|$))+$"}, ['"a-b"', '"a-"'], ['"ab"', '""']),
+        (
+            {"type": "object", "patternProperties": {"a": {"type": "integer"}, "b": {"minimum": 3}}},
+            ['{"a": 1, "ab": 3, "b": 4.5, "c": null}'],
+            ['{"ab": 1}', '{"ab": 3.5}', '{"a": 1.5}', '{"b": 1}'],
+        ),
         # keys that depend on keys
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, [B, AB, "{}"], [A]),
         ({"type": "object", "dependencies": {"a": ["b"], "c": {"required": ["a"]}}}, [B, AB], [A, '{"c": 1}']),
@@ -107,6 +178,7 @@ MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1, 1]"]),
         ({"type": "array", "uniqueItems": False}, ["[1, 1]"], ["1"]),
         ({"type": "array", "contains": {"const": 1}, "maxItems": 2}, ["[1]", "[2, 1]"], ["[]", "[2, 2]"]),
+        ({"type": "array", "contains": {"const": 1}}, ["[1]", "[2, 2, 1, 2]"], ["[]", "[2, 2]"]),
         (
             {"type": "array", "items": [{"type": "null"}], "additionalItems": False},
             ["[null]", "[]"],
@@ -173,6 +245,12 @@ MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
             ["9223372036854775807"],
             ["9223372036854775808"],
         ),
+        (
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            ["-9223372036854774784", "0", "9223372036854775807"],
+            ["-9223372036854775809", "9223372036854775808"],
+        ),
+        ({"type": "number", "minimum": -(2**63)}, ["-9223372036854774784", "0.5"], ["-9223372036854775809"]),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
@@ -209,21 +287,26 @@ def _by(way: str, schema: object) -> Guided:
         ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf at #: the values"),
         ({**MAP, "minProperties": 2, "maxProperties": 2}, "minProperties at #: keys .* may repeat"),
         ({"properties": {"a~/b": {"uniqueItems": True}}}, "uniqueItems at #/properties/a~0~1b"),
-        ({"contains": {"const": 1}}, "contains at #"),
         ({"type": "array", "contains": {}, "minContains": 2}, "contains at #: .*minContains"),
         (
             {"oneOf": [{"type": "number"}, {"type": "integer"}]},
             "oneOf at #/oneOf: two of its branches may hold at once",
         ),
-        ({"oneOf": [{"minLength": 1}, {"pattern": "a"}]}, "oneOf at #/oneOf: two of its branches may hold at once"),
-        ({"not": {"pattern": "a"}}, "not at #/not: of pattern"),
+        ({"oneOf": [{"format": "uri"}, {"pattern": "a"}]}, "oneOf at #/oneOf: two of its branches may hold at once"),
+        ({"not": {"pattern": "(a)\\1"}}, "not at #/not: of pattern it is not supported if that has the escape"),
+        ({"not": {"pattern": "a.{900}b"}}, "not at #/not: of pattern it is not supported if that"),
+        ({"not": {"items": {"type": "null"}}}, "not at #/not: of items it is only supported with maxItems"),
+        (
+            {"patternProperties": {f"{n}": {"maximum": n} for n in range(6)}},
+            "patternProperties at #: is only supported with 4 patterns that overlap",
+        ),
         ({"unevaluatedProperties": False, "allOf": [True]}, "unevaluatedProperties at #"),
         ({"$dynamicRef": "#a"}, "dynamicRef at #"),
         ({"$ref": "other.json"}, "ref at #: 'other.json' is not in this schema"),
         ({"$ref": "#nowhere"}, "ref at #: there is no anchor 'nowhere'"),
         ({"$ref": "#/a/b"}, "ref at #: '#/a/b' leads nowhere"),
         ({"items": 3}, "schema at #/items: must be an object"),
-        ({"type": "string", "format": "regex"}, "format at #: 'regex'"),
+        ({"type": "string", "format": "idn-hostname"}, "format at #: 'idn-hostname'"),
         ({"not": {}}, "no text matches it"),
         (
             {
@@ -331,7 +414,7 @@ def _schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "uniqueItems": st.just(True),
         "required": st.lists(NAMES, min_size=1, max_size=2, unique=True),
         "properties": st.dictionaries(NAMES, inner, min_size=1, max_size=3),
-        "patternProperties": st.dictionaries(st.sampled_from(["^a", "^[bc]$"]), inner, min_size=1, max_size=1),
+        "patternProperties": st.dictionaries(st.sampled_from(["a", "^[bc]$", "[a-c]"]), inner, min_size=1, max_size=2),
         "propertyNames": st.sampled_from([{"enum": ["a", "b"]}, {"pattern": "^[ab]$"}, {"maxLength": 2}, True, False]),
         "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=1), max_size=1),
         "dependentSchemas": st.dictionaries(NAMES, inner, max_size=1),
@@ -350,7 +433,7 @@ SCHEMAS = st.recursive(
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(_schemas(SCHEMAS), SCHEMAS, SCHEMAS)
 def test_what_is_accepted_is_valid_and_what_is_valid_is_accepted(schema: dict[str, Any], a: Any, b: Any) -> None:
-    """Or the schema is refused."""
+    """Or the schema is refused. Of branches of oneOf that overlap, some of what is valid may be left out."""
     schema["$defs"] = {"A": a, "B": b}
     try:
         matcher = matcher_of(of(schema))
@@ -363,7 +446,7 @@ def test_what_is_accepted_is_valid_and_what_is_valid_is_accepted(schema: dict[st
         except RecursionError:  # a reference to itself, which has no meaning
             return
         accepted = any(takes(matcher, json.dumps(one)) for one in _orders(value))
-        assert accepted == is_valid, value
+        assert accepted == is_valid or (is_valid and '"oneOf"' in json.dumps(schema)), value
 
 
 def _orders(value: Any) -> Iterator[Any]:
