@@ -140,7 +140,7 @@ def test_desired_stays_within_bounds_once_it_is_there(
             assert max(fewest, 0) <= decision.desired <= most
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.floats(0, 20, allow_nan=False), st.integers(1, 20))
 def test_a_constant_need_is_met_and_then_nothing_changes(need: float, start: int) -> None:
     rules = FixedRules()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -29,7 +29,8 @@ def with_sampling(body: type[BodyT]) -> type[BodyT]:
     return cast("type[BodyT]", made)
 
 
-def schemas(bodies: Sequence[type[Body]]) -> tuple[tuple[JsonSchema, ...], dict[str, JsonSchema]]:
+@functools.cache
+def schemas(bodies: tuple[type[Body], ...]) -> tuple[tuple[JsonSchema, ...], dict[str, JsonSchema]]:
     """(a reference to each body's JSON Schema, all schemas by name), sampling parameters with help and bounds."""
     reference = "#/components/schemas/{name}"
     references, components = msgspec.json.schema_components(bodies, ref_template=reference)
