@@ -26,3 +26,19 @@ def test_large_pages_unless_the_user_says_otherwise(given: dict[str, str], expec
     environment = engine_environment(WorkerSettings(), {"PATH": "/bin", **given})
     assert environment["GLIBC_TUNABLES"] == expected
     assert environment["PATH"] == "/bin"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("1000", "1")),
+        ({"GOMP_SPINCOUNT": "7"}, ("7", "1")),
+        ({"KMP_BLOCKTIME": "200"}, ("1000", "200")),
+        ({"OMP_WAIT_POLICY": "active"}, (None, None)),
+    ],
+)
+def test_threads_without_work_soon_sleep_unless_the_user_says_otherwise(
+    given: dict[str, str], expected: tuple[str | None, str | None]
+) -> None:
+    environment = engine_environment(WorkerSettings(), given)
+    assert (environment.get("GOMP_SPINCOUNT"), environment.get("KMP_BLOCKTIME")) == expected
