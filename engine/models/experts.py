@@ -38,6 +38,11 @@ class ExpertMLPs:
         self._mlps_below = 0.0  # tokens; from so many on another implementation is faster
 
     @property
+    def stacks(self) -> tuple[torch.Tensor, ...]:
+        """All weights of `gate_ups`, and all of `downs`, on a device; empty elsewhere."""
+        return self._stacks
+
+    @property
     def is_one_call(self) -> bool:
         """Whether the kernels take all experts in one call."""
         return self._mlps is not None
@@ -106,7 +111,7 @@ class Experts:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config = config
+        self.config = config
         self.router = Linear(hidden_size, config.num_experts, bias=False, is_head=True, dtype=dtype, device=device)
         inner = config.inner_size
         sizes = ((hidden_size, 2 * inner), (inner, hidden_size))
@@ -125,14 +130,14 @@ class Experts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[num_tokens, hidden_size]`; the result is like it."""
-        shares, chosen = self.router(x).float().softmax(-1).topk(self._config.per_token, dim=-1)
-        if self._config.normalises:
+        shares, chosen = self.router(x).float().softmax(-1).topk(self.config.per_token, dim=-1)
+        if self.config.normalises:
             shares = shares / shares.sum(-1, keepdim=True)
         return self.mlps(x, chosen, shares)
 
     def places(self) -> dict[str, Place]:
-        inner = self._config.inner_size
-        gate, up, down = self._config.gate_up_down
+        inner = self.config.inner_size
+        gate, up, down = self.config.gate_up_down
         places: dict[str, Place] = {"gate.weight": self.router.whole()}
         for number, (gate_up, last) in enumerate(zip(self.mlps.gate_ups, self.mlps.downs, strict=True)):
             places[f"experts.{number}.{gate}.weight"] = gate_up.rows(0, inner)

@@ -11,6 +11,7 @@ from engine.attention.base import PagedStep
 from engine.kernels.library import Activation
 from engine.layers import RotaryEmbedding
 from engine.models.description import DecoderConfig
+from engine.models.experts import Experts
 from engine.models.layer import DecoderLayer
 
 _HEAD_DIMS = (64, 128, 256)  # powers of two that attention has kernels for
@@ -20,9 +21,9 @@ class FusedDecoder:
     """Of the shape that most families share: no norms behind attention and MLP, whole heads rotated, SiLU."""
 
     def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], ropes: Sequence[RotaryEmbedding]) -> None:
-        from engine.kernels import fused
+        from engine.kernels import fused, fused_experts
 
-        self._kernels = fused
+        self._kernels, self._expert_kernels = fused, fused_experts
         self._config = config
         self._layers = layers
         self._angles = [ropes[index].half_angles for index in config.rope_of_layer]
@@ -64,6 +65,13 @@ class FusedDecoder:
             if layer.mlp is not None:
                 given = layer.mlp.down(kernels.silu_and_mul(layer.mlp.gate_up(x)))
             elif layer.experts is not None:
-                given = layer.experts(x)
+                given = self._mix(layer.experts, x)
             between_layers()
         return hidden if given is None else hidden.add_(given)
+
+    def _mix(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+        gate_up, down = experts.mlps.stacks
+        if not self._expert_kernels.takes(gate_up, down):
+            return experts(x)
+        per_token, normalises = experts.config.per_token, experts.config.normalises
+        return self._expert_kernels.experts(x, experts.router(x), gate_up, down, per_token, normalises=normalises)

@@ -113,3 +113,31 @@ def test_rotation_and_cache(dtype: torch.dtype, has_norms: bool, head_dim: int) 
     expected[rows] = qkv[:, num_q:]
     torch.testing.assert_close(ours[:, :num_q], qkv[:, :num_q], **CLOSE[dtype])
     torch.testing.assert_close(cache, expected, equal_nan=True, **CLOSE[dtype])
+
+
+@needs_triton
+@each_dtype
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "per_token"), [(1, 128, 8), (5, 6, 3), (130, 16, 2), (700, 8, 2)]
+)
+def test_experts(dtype: torch.dtype, normalises: bool, num_tokens: int, num_experts: int, per_token: int) -> None:
+    from engine.kernels.fused_experts import experts, takes
+
+    hidden, inner = 192, 128
+    x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
+    gate_up = (torch.randn(num_experts, 2 * inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)
+    logits = torch.randn(num_tokens, num_experts, device=DEVICE)
+    assert takes(gate_up, down)
+    ours = experts(x, logits, gate_up, down, per_token, normalises=normalises)
+    shares, chosen = logits.softmax(-1).topk(per_token, dim=-1)
+    if normalises:
+        shares = shares / shares.sum(-1, keepdim=True)
+    expected = torch.zeros(num_tokens, hidden, device=DEVICE)
+    for slot in range(per_token):
+        both = torch.einsum("th,tih->ti", x.float(), gate_up[chosen[:, slot]].float())
+        gate, up = both.chunk(2, dim=-1)
+        given = torch.einsum("ti,thi->th", torch.nn.functional.silu(gate) * up, down[chosen[:, slot]].float())
+        expected += given * shares[:, slot : slot + 1]
+    torch.testing.assert_close(ours.float(), expected, **CLOSE[dtype])
