@@ -202,7 +202,8 @@ def _say(line: str) -> None:
 
 def _parts(args: argparse.Namespace) -> list[Part]:
     rows, few_rows = (
-        [row for row in each if args.rows in row.name] for each in (QUICK_ROWS if args.quick else ROWS, FEW_ROWS)
+        [row for row in each if any(text in row.name for text in args.rows.split("|"))]
+        for each in (QUICK_ROWS if args.quick else ROWS, FEW_ROWS)
     )
     parts = [
         Part("smollm2-135m", dtype, threads, rows)
@@ -226,7 +227,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--minutes", type=float, default=40.0, help="no repetition begins that would end later")
     parser.add_argument("--quick", action="store_true", help="some minutes: few rows, once, all cores, the small model")
-    parser.add_argument("--rows", default="", help='only those whose name has this in it, such as "batch 1,"')
+    parser.add_argument(
+        "--rows", default="", help='only those whose name has this in it, such as "batch 1,", or one of "512|mixed"'
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})

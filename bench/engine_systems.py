@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from bench.gguf_file import write_gguf
-from common.config import EngineSettings
+from common.config import EngineSettings, WorkerSettings
 from common.errors import BatonError, StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
@@ -39,6 +39,7 @@ from engine.sampling.grammars import GrammarCompiler
 from engine.step import StepOutput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
+from worker.engine_process import engine_environment
 
 _BLOCK_SIZE = 16
 _VLLM_BLOCK_SIZE = 128  # its own for CPUs
@@ -265,6 +266,12 @@ class OwnProcess:
     def __init__(self, kind: type[BatonEngine | Transformers], *arguments: object) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, spawn, initializer=_load, initargs=(kind, arguments))
+        before = dict(os.environ)
+        if kind is BatonEngine:
+            os.environ.update(engine_environment(WorkerSettings(), before))
+        self._pool.submit(os.getpid).result()  # started and loaded, with that environment
+        os.environ.clear()
+        os.environ.update(before)
 
     def measure(self, row: Row) -> float:
         return self._pool.submit(_measure, row).result()
