@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.batch_time import FEATURES, BatchTime, BatchTimeKey, Regime, RegimeTime, Table
+from common.batch_time import FEATURES, MAX_RESIDUAL, BatchTime, BatchTimeKey, Regime, RegimeTime, Table
 from common.errors import StartupError
 
 SCHEMA = 1
@@ -63,10 +63,18 @@ def _checked(name: Regime, regime: _Regime) -> RegimeTime:
         raise ValueError(f"{name} has other coefficients than {', '.join(FEATURES)}")
     for table in (regime.layers, regime.head):
         numbers = (*table.knots, *table.seconds, table.last_slope)
-        if not all(map(math.isfinite, numbers)) or not table.knots or len(table.knots) != len(table.seconds):
+        if (
+            not all(math.isfinite(one) and one >= 0 for one in numbers)
+            or not table.knots
+            or len(table.knots) != len(table.seconds)
+        ):
             raise ValueError(f"{name} has a table that is none")
         if list(table.knots) != sorted(set(table.knots)) or list(table.seconds) != sorted(table.seconds):
             raise ValueError(f"{name} has a table that falls")
+    if not all(math.isfinite(one) and one >= 0 for one in (*regime.coefficients.values(), regime.p90, regime.p99)):
+        raise ValueError(f"{name} has a number below 0, or none")
+    if not all(abs(value) <= MAX_RESIDUAL for _, _, value in regime.residuals):
+        raise ValueError(f"{name} has a residual beyond {MAX_RESIDUAL:.2f}")
     return RegimeTime(
         layers=regime.layers,
         head=regime.head,

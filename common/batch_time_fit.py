@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +21,7 @@ Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 MIN_STEPS = 24  # of a regime: with fewer it takes another one's model
 HUBER = 1.5  # times the median error: errors beyond that count linearly
 NUM_ROUNDS = 4
+ROUGH_P90, ROUGH_P99 = math.log(1.3), math.log(2.0)  # at least, of a model from a handful of steps
 SHRINK = 8  # a cell of the residual's grid counts fully only with many more steps than that
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 HEAD_KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -58,11 +59,20 @@ def fit(key: BatchTimeKey, steps: Sequence[MeasuredStep]) -> BatchTime:
     return BatchTime(key=key, regimes=regimes)
 
 
-def fit_regime(steps: Sequence[MeasuredStep]) -> RegimeTime:
+def fit_roughly(key: BatchTimeKey, steps: Sequence[MeasuredStep]) -> BatchTime:
+    """From a handful of steps: one model for all regimes, with knots only where there is a step, and wide quantiles."""
+    rough = fit_regime(steps, knots=sorted({step.shape.num_tokens for step in steps}), head_knots=(0,))
+    p90, p99 = max(rough.p90, ROUGH_P90), max(rough.p99, ROUGH_P99)
+    return BatchTime(key=key, regimes=dict.fromkeys(Regime, replace(rough, residuals={}, p90=p90, p99=p99)))
+
+
+def fit_regime(
+    steps: Sequence[MeasuredStep], *, knots: Sequence[int] = KNOTS, head_knots: Sequence[int] = HEAD_KNOTS
+) -> RegimeTime:
     seconds: Floats = np.array([step.seconds for step in steps])
     shapes = [step.shape for step in steps]
-    knots = _useful(KNOTS, [shape.num_tokens for shape in shapes])
-    head_knots = _useful(HEAD_KNOTS, [shape.num_head_rows for shape in shapes])
+    knots = _useful(knots, [shape.num_tokens for shape in shapes])
+    head_knots = _useful(head_knots, [shape.num_head_rows for shape in shapes])
     features = np.array([[getattr(shape, name) for name in FEATURES] for shape in shapes], np.float64)
     columns = np.hstack(
         [

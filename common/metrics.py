@@ -191,6 +191,14 @@ worker_queue = Histogram(
 worker_draft_tokens = Counter(
     "baton_worker_draft_tokens", "Tokens of answers that were guessed, by whether the model drew the same.", ["outcome"]
 )
+worker_step_time_error = _gauge(
+    "baton_worker_step_time_error_ratio",
+    "What the model of time was wrong by on the latest steps, as a share of their times: median and 90th percentile.",
+    ["quantile"],
+)
+worker_step_time_drifts = _gauge(
+    "baton_worker_step_time_drifts", "1 if steps take other times than the model of time says, all the time."
+)
 worker_handoff = Histogram(
     "baton_worker_handoff_seconds",
     "From the first token at a decode worker to the last KV block there.",

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.batch_time import BatchTime
 from common.block_hash import root_hash
 from common.config import EngineSettings
 from common.types import FinishReason, WorkerLoad
@@ -59,11 +60,13 @@ class EngineCore:
         read_commands: Callable[[], None] = lambda: None,
         compile_grammar: Compiler | None = None,
         drafter: Drafter | None = None,
+        batch_time: Callable[[], BatchTime | None] = lambda: None,
     ) -> None:
         """`connector` hands over what a prefill computes. `store` keeps what any worker computed; if it is None and
         `connector` is a store, that is the store. `read_commands` calls `handle` with the commands that have come until
         now. Without `compile_grammar`, guided requests are refused. `drafter` guesses tokens ahead; if it is None and
-        `settings.speculation` is "ngram", an n-gram drafter does."""
+        `settings.speculation` is "ngram", an n-gram drafter does. `batch_time`: how long a step takes, if that is known
+        well enough to decide by it."""
         store = store or (connector if connector.is_store else NoStore())
         info = device.info
         self._device = device
@@ -126,7 +129,7 @@ class EngineCore:
         self._speculation = (
             None
             if drafter is None
-            else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, info.free_rows)
+            else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, info.free_rows, batch_time)
         )
         for one in self._connectors:
             (plane,) = device.planes()
@@ -329,7 +332,9 @@ class EngineCore:
 
     def _schedule(self, now: float) -> SchedulerOutput:
         """Decides the batch, and begins all that its forward pass needs or that others wait for."""
-        drafts = self._speculation.drafts(self.scheduler.decodes) if self._speculation else {}
+        drafts = (
+            self._speculation.drafts(self.scheduler.decodes, self.scheduler.decode_shape) if self._speculation else {}
+        )
         output = self.scheduler.schedule(now, drafts)
         self._has_newcomers = False
         self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows

@@ -305,6 +305,19 @@ class MetricsChanged(msgspec.Struct, tag=True, frozen=True):
     changes: list[Change]
 
 
+class BatchTimeChanged(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """How long the engine's steps take, as far as it has learned it, and how good that is."""
+
+    model: bytes  # `common.batch_time_file`; empty: as before
+    source: str  # none, quick, file or learned
+    version: int  # of the model
+    made_at: float  # seconds of the monotonic clock, which all processes of a machine share
+    num_steps: int  # that it was compared with
+    error_median: float  # of the latest steps, as shares of their times
+    error_p90: float
+    drifts: bool  # steps take other times than it says, all the time
+
+
 class Status(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     load: WorkerLoad
@@ -340,6 +353,7 @@ Event = (
     | BlocksListed
     | Alive
     | MetricsChanged
+    | BatchTimeChanged
     | Status
     | CacheHinted
 )

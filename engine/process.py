@@ -40,6 +40,7 @@ BLOCKS_INTERVAL_S = 0.02  # block names that come and go are told on change, at 
 if TYPE_CHECKING:
     from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading these
     from engine.device import Device
+    from engine.learning.report import BatchTimeReporter
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ def _pin(cores: Sequence[int]) -> bool:
 def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:
     """Loads the model, then: commands in, one step, events out, for ever."""
     from engine.core import EngineCore
+    from engine.learning.report import BatchTimeReporter
+    from engine.learning.start import start_learning
     from engine.local.device import LocalDevice
     from engine.sampling.grammars import GrammarCompiler
     from engine.speculation.draft_model import load_draft_model
@@ -145,10 +148,11 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         device.warm_up()
     if (error := loading.exception()) is not None:
         log.info("no guided text from this model", extra={"reason": str(error)})
+    observed, learner = start_learning(device, settings, settings.step_trace)
     commands = _Commands(socket)
     core = EngineCore(
         settings,
-        _recorded(device, settings) if settings.record_steps else device,
+        _recorded(observed, settings) if settings.record_steps else observed,
         connector,
         time.monotonic,
         wakeup.set,
@@ -156,10 +160,11 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         read_commands=lambda: commands.hand_to(core),
         compile_grammar=compile_grammar,
         drafter=load_draft_model(settings, device),
+        batch_time=lambda: learner.sure_model,
     )
     socket.send(m.encode([core.ready()]))
     compile_grammar.start()  # it reads the tokenizer, too: not while everything else starts
-    loop = _Loop(core, commands, socket, wakeup)
+    loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner))
     while True:
         loop.turn()
 
@@ -209,7 +214,10 @@ class _Loop:
     """Commands in, one step, events out. Messages also pass in mid-step, so that a chunk of a long prompt delays
     neither the announcement of the chunk before it, nor other requests' fetches, nor a prefill worker's start."""
 
-    def __init__(self, core: EngineCore, commands: _Commands, socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
+    def __init__(
+        self, core: EngineCore, commands: _Commands, socket: zmq.Socket[bytes], wakeup: Wakeup, times: BatchTimeReporter
+    ) -> None:
+        self._times = times
         self._core = core
         self._commands = commands
         self._socket = socket
@@ -231,8 +239,11 @@ class _Loop:
         output = self._core.prepare()
         self._send()
         self._is_busy = self._core.end(self._core.begin(output), self._pass_messages)
-        load = self._reporter.due(self._core.load, time.monotonic())
-        self._send([*([m.LoadChanged(load)] if load is not None else []), *self._metrics.due(time.monotonic())])
+        now = time.monotonic()
+        load = self._reporter.due(self._core.load, now)
+        self._send(
+            [*([m.LoadChanged(load)] if load is not None else []), *self._metrics.due(now), *self._times.due(now)]
+        )
 
     def _pass_messages(self) -> None:
         self._commands.hand_to(self._core)

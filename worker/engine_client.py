@@ -17,6 +17,8 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, OverloadedError, StartupError, UnavailableError
@@ -51,6 +53,7 @@ class EngineClient:
         self._ready: asyncio.Future[m.EngineReady] = asyncio.get_running_loop().create_future()
         self._silence_s = 0.0  # how long the engine has said nothing
         self.load = WorkerLoad()
+        self.batch_time: m.BatchTimeChanged | None = None  # the latest, with the latest model
         self.calls = EngineCalls(self.send)
         self.blocks = BlockFeed(lambda: self.send(m.GetBlocks()))
         self.died = asyncio.Event()
@@ -199,12 +202,24 @@ class EngineClient:
                 self.blocks.listed(names)
             case m.MetricsChanged(changes):
                 self._relay.apply(changes)
+            case m.BatchTimeChanged():
+                await self._learn_times(event)
             case m.Status() | m.CacheHinted():
                 self.calls.answered(event)
             case _:
                 if stream := self._streams.get(event.request_id):
                     self._begun(stream)
                     stream.put(event)
+
+    async def _learn_times(self, event: m.BatchTimeChanged) -> None:
+        before, self.batch_time = self.batch_time, event
+        if before is not None and not event.model:
+            self.batch_time = msgspec.structs.replace(event, model=before.model)
+        metrics.worker_step_time_error.labels("0.5").set(event.error_median)
+        metrics.worker_step_time_error.labels("0.9").set(event.error_p90)
+        metrics.worker_step_time_drifts.set(event.drifts)
+        if before is None or before.version != event.version:
+            await self.notify_load()  # which has the version
 
     async def _watch(self) -> None:
         """Fails all requests if the engine process ends without having been told to."""

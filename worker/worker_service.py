@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -67,6 +68,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             version=VERSION,
             sampling_parameters=sorted(SAMPLING_PARAMETERS),
             chat_template_error=worker.chat_template_error,
+            batch_time=_batch_time(worker, with_model=True),
         )
 
     async def WatchLoad(  # noqa: N802
@@ -137,7 +139,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.WorkerStatus:
         status = await self._worker.engine.calls.status()
         load = _load(self._worker, status.load)
-        return worker_pb2.WorkerStatus(load=load, integrity=status.integrity)
+        return worker_pb2.WorkerStatus(
+            load=load, integrity=status.integrity, batch_time=_batch_time(self._worker, with_model=False)
+        )
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: ARG002, N802
         if request.HasField("timeout_s"):
@@ -162,7 +166,30 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _load(worker: Worker, load: WorkerLoad) -> worker_pb2.WorkerLoad:
-    return message_of(load, worker_pb2.WorkerLoad, state=state_to_proto(worker.state), epoch=worker.epoch)
+    known = worker.engine.batch_time
+    return message_of(
+        load,
+        worker_pb2.WorkerLoad,
+        state=state_to_proto(worker.state),
+        epoch=worker.epoch,
+        batch_time_version=0 if known is None else known.version,
+    )
+
+
+def _batch_time(worker: Worker, *, with_model: bool) -> worker_pb2.BatchTime | None:
+    known = worker.engine.batch_time
+    if known is None:
+        return None
+    return worker_pb2.BatchTime(
+        model=known.model if with_model else b"",
+        source=known.source,
+        version=known.version,
+        age_s=max(0.0, time.monotonic() - known.made_at),
+        num_steps=known.num_steps,
+        error_median=known.error_median,
+        error_p90=known.error_p90,
+        drifts=known.drifts,
+    )
 
 
 def add_service(worker: Worker, server: grpc.aio.Server) -> str:

@@ -178,6 +178,7 @@ def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
         table.add_column(title, justify="right")
     if wide:
         table.add_column("breaker", no_wrap=True)
+        table.add_column("step times", no_wrap=True)
     table.add_column("integrity")
     for one in workers:
         counts = [one.num_requests_running, one.num_requests_waiting, one.num_blocks]
@@ -185,7 +186,7 @@ def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
         cells = [one.role.value, one.address, one.state.value, one.dtype, *map(str, counts)]
         if wide:
             cells += [str(one.num_queued_prompt_tokens), str(one.num_known_blocks)]
-            cells += [f"{one.hit_rate:.0%}", f"{one.tokens_per_second:.1f}", one.breaker]
+            cells += [f"{one.hit_rate:.0%}", f"{one.tokens_per_second:.1f}", one.breaker, _step_times(one)]
         table.add_row(*cells, one.integrity)
     width = None if sys.stdout.isatty() else 300  # a pipe has no edge to wrap at
     console = Console(width=width, highlight=False)
@@ -195,6 +196,15 @@ def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
     for what, reason in dict.fromkeys(reasons):
         if reason:
             console.print(f"{what}: {reason}", markup=False)
+
+
+def _step_times(worker: FleetWorker) -> str:
+    """Where it knows from how long its steps take, since when, and how good that is."""
+    if not worker.time_source or worker.time_source == "none":
+        return "not known"
+    age = f"{worker.time_age_s / 60:.0f} min" if worker.time_age_s >= 60 else f"{worker.time_age_s:.0f} s"
+    error = f", error {worker.time_error_median:.0%}, p90 {worker.time_error_p90:.0%}" if worker.time_error_p90 else ""
+    return f"{worker.time_source}, {age}{error}{', drifts' if worker.time_drifts else ''}"
 
 
 def models(settings: ClientSettings) -> int:
@@ -273,7 +283,9 @@ ASK_COMMANDS = (
         examples=["baton status", "baton status --wide", "baton status --router 10.0.0.5:50051 --json"],
         params=[
             AS_JSON,
-            click.Option(["--wide"], is_flag=True, help="queues, hit rates, tokens a second and breakers, too"),
+            click.Option(
+                ["--wide"], is_flag=True, help="queues, hit rates, tokens a second, breakers and step times, too"
+            ),
         ],
     ),
     SettingsCommand(

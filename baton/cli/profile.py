@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from baton.cli.options import SettingsCommand
+from common.batch_time import Regime
 from common.config import EngineSettings
+from common.errors import StartupError
 
 MIN_MINUTES = 0.05
+RUN = 100  # steps of a trace that are fitted or held out together
 
 
-def profile(settings: EngineSettings, *, minutes: float, out: str | None) -> int:
+def profile(settings: EngineSettings, *, minutes: float, out: str | None, traces: tuple[str, ...]) -> int:
+    if traces:
+        return profile_from(settings, [Path(trace) for trace in traces], out)
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
 
     from common.batch_time_file import encode
     from common.model_files import open_model
+    from engine.learning.key import model_file
     from engine.loading.embedded_model import ensure_model
     from engine.local.device import LocalDevice
     from engine.profile.profile import PARTS, make_profile, verdict
@@ -36,8 +41,7 @@ def profile(settings: EngineSettings, *, minutes: float, out: str | None) -> int
         made = make_profile(
             device, settings, minutes=minutes, progress=lambda what, share: bar.update(tasks[what], completed=share)
         )
-    name = hashlib.blake2b(repr(sorted(asdict(made.time.key).items())).encode(), digest_size=8).hexdigest()
-    path = Path(out) if out else Path(settings.cache_dir) / f"batch-time-{name}.json"
+    path = Path(out) if out else model_file(settings.cache_dir, made.time.key)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encode(made.time))
     report = path.with_suffix(".html")
@@ -62,15 +66,58 @@ def profile(settings: EngineSettings, *, minutes: float, out: str | None) -> int
     return 0
 
 
+def profile_from(settings: EngineSettings, traces: Sequence[Path], out: str | None) -> int:
+    """Fits to steps that workers wrote, without measuring. Every fifth of them in a row is held out, to tell errors."""
+    from common.batch_time_file import encode
+    from common.batch_time_fit import fit, fit_quadratic, model_errors, quadratic_errors
+    from engine.learning.key import model_file
+    from engine.learning.step_trace import read_trace
+
+    read = [read_trace(trace) for trace in traces]
+    key = read[0][0]
+    if others := [str(trace) for trace, (other, _) in zip(traces, read, strict=True) if other != key]:
+        raise StartupError(f"{', '.join(others)} is of another model or machine than {traces[0]}")
+    runs = [steps[start : start + RUN] for _, steps in read for start in range(0, len(steps), RUN)]
+    fitted = [step for index, run in enumerate(runs) for step in run if index % 5 != 4]
+    held_out = [step for run in runs[4::5] for step in run]
+    try:
+        made, quadratic = fit(key, fitted), fit_quadratic(fitted)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    path = Path(out) if out else model_file(settings.cache_dir, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode(made))
+    for regime in Regime:
+        if own := [step for step in held_out if step.shape.regime is regime]:
+            ours, plain = model_errors(made, own), quadratic_errors(quadratic, own)
+            click.echo(
+                f"{regime}: {ours.num_steps} steps held out, error median {ours.median:.1%}, p95 {ours.p95:.1%}, "
+                f"bias {ours.bias:+.1%}; plain formula: median {plain.median:.1%}, p95 {plain.p95:.1%}"
+            )
+    click.echo(f"fitted to {len(fitted)} steps\nmodel of time: {path}")
+    return 0
+
+
 PROFILE = SettingsCommand(
     "profile",
     EngineSettings,
     profile,
     about="Learns how long steps take with this model on this machine, and keeps what it learned.",
-    examples=["baton profile", "baton profile --minutes 10 --dtype bfloat16", "baton profile --out here.json"],
+    examples=[
+        "baton profile",
+        "baton profile --minutes 10 --dtype bfloat16",
+        "baton profile --from steps.jsonl --out here.json",
+    ],
     params=[
         click.Option(
             ["--minutes"], type=click.FloatRange(min=MIN_MINUTES), default=4.0, show_default=True, help="how long"
+        ),
+        click.Option(
+            ["--from", "traces"],
+            metavar="FILE",
+            multiple=True,
+            type=click.Path(exists=True, dir_okay=False),
+            help="fit to what a worker's --step-trace wrote, and measure nothing; may be given several times",
         ),
         click.Option(["--out"], metavar="FILE", help="where the model goes; a file in --cache-dir if unset"),
     ],

@@ -33,4 +33,9 @@ def fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
         num_known_blocks=worker.num_known_blocks,
         hit_rate=worker.hit_rate,
         tokens_per_second=worker.tokens_per_second,
+        time_source=worker.batch_time.source,
+        time_age_s=worker.batch_time.age_s,
+        time_error_median=worker.batch_time.error_median,
+        time_error_p90=worker.batch_time.error_p90,
+        time_drifts=worker.batch_time.drifts,
     )

@@ -111,6 +111,11 @@ class FleetWorker:
     num_known_blocks: int = 0  # KV blocks that the router knows it to have
     hit_rate: float = 0.0  # share of prompt tokens found in a prefix cache, of the last minute or so
     tokens_per_second: float = 0.0  # of its answers, likewise
+    time_source: str = ""  # where it knows from how long a step takes: none, quick, file, learned; empty: not told
+    time_age_s: float = 0.0  # of that knowledge
+    time_error_median: float = 0.0  # of the latest steps, as shares of their times
+    time_error_p90: float = 0.0
+    time_drifts: bool = False  # steps take other times than it says, all the time
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,7 +24,9 @@ class ModelSettings(Settings):
         description=f"{DEFAULT_MODEL} (embedded), a model directory or GGUF file on disk, or org/name on a hub",
     )
     served_model_name: str | None = Field(None, description="name that clients use; the model's own if unset")
-    cache_dir: str = Field(default_factory=default_cache_dir, description="where converted models are kept")
+    cache_dir: str = Field(
+        default_factory=default_cache_dir, description="where converted models are kept, and models of time"
+    )
 
 
 class EngineSettings(ModelSettings):
@@ -129,3 +131,6 @@ class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSetti
         "", description="file that the engine's first steps are written to, with the KV that they read (baton replay)"
     )
     record_num_steps: Positive = Field(100, description="how many steps --record-steps writes")
+    step_trace: str = Field(
+        "", description="file that each step's sizes, predicted and measured time are written to (baton profile --from)"
+    )

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from common.batch_time import BatchTime, BatchTimeKey, Regime
+from common.batch_time import BatchTime, Regime
 from common.batch_time_fit import FitError, MeasuredStep, fit, fit_quadratic, model_errors, quadratic_errors
 from common.config import EngineSettings
-from common.cpu import read_cpu
+from engine.learning.key import key_of
+from engine.learning.quick import limits_of
 from engine.local.device import LocalDevice
-from engine.profile.design import Limits
 from engine.profile.measure import Run, measure_workload
 
 PARTS = ("measuring", "measuring other steps", "running requests")
@@ -42,32 +40,13 @@ class Profile:
     drift: float  # spread of the reference step over the run, as a share of its median
 
 
-def key_of(device: LocalDevice, settings: EngineSettings) -> BatchTimeKey:
-    """What a model of time for this device is for."""
-    return BatchTimeKey(
-        spec=device.info.spec.fingerprint(),
-        quantization=settings.quantization,
-        device=device.info.device,
-        processor=read_cpu().name if device.info.device == "cpu" else torch.cuda.get_device_name(device.device),
-        kernels=device.kernels_name,
-        num_threads=torch.get_num_threads(),
-    )
-
-
 def make_profile(
     device: LocalDevice, settings: EngineSettings, *, minutes: float, progress: Callable[[str, float], None]
 ) -> Profile:
     """Takes `minutes`. `progress` hears what is done, and which share of it."""
     device.kv_cache.normal_(0, _KV_SPREAD)
-    info, seconds = device.info, 60 * minutes
-    limits = Limits(
-        num_blocks=info.num_blocks,
-        block_size=info.spec.block_size,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        max_rows=settings.max_num_seqs,
-        max_tokens=min(settings.max_num_batched_tokens, settings.chunk_size),
-    )
+    seconds = 60 * minutes
+    limits = limits_of(device, settings)
     run = Run(device, limits, seed=1, with_edges=True)
     fitted = run.measure(0.55 * seconds, partial(progress, PARTS[0]))
     noise = run.noise()

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from common.batch_time import StepShape
 from common.types import FinishReason, SampledToken
 from engine.blocks.block_manager import BlockManager
 from engine.integrity import problems
 from engine.messages import RequestMode
 from engine.remote_kv import Publish, WaitingRoom, next_publication
 from engine.request import Request, RequestStatus
+from engine.scheduling.decode_sums import DecodeSums
 from engine.scheduling.equal_prompts import EqualPrompts
 from engine.scheduling.preemption import victim
 from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput, StepResult
@@ -38,6 +40,7 @@ class Scheduler:
         self._equal_prompts = EqualPrompts(blocks, room)
         self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
         self._running: list[Request] = []  # in the order of admission
+        self._sums = DecodeSums()  # of those that decode
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -53,6 +56,7 @@ class Scheduler:
             self._waiting.put_first(request)
         else:
             self._running.append(request)
+            self._sums.note(request)
 
     def release(self, request_id: str) -> None:
         """Ends a request in any state, also a leased one. Blocks that a transfer holds become free when the transfer
@@ -71,6 +75,7 @@ class Scheduler:
             self._running.remove(request)
             self._offer(request)
             request.status = RequestStatus.FINISHED_LEASED
+            self._sums.note(request)
 
     @property
     def has_work(self) -> bool:
@@ -105,6 +110,11 @@ class Scheduler:
         """Requests that lack no more KV than that of their last token."""
         return [one for one in self._running if one.num_missing_tokens == 1 and one.num_output_tokens]
 
+    @property
+    def decode_shape(self) -> StepShape:
+        """The sums of the next step, but for prompts: of all requests that lack the KV of their last token alone."""
+        return self._sums.shape
+
     # ------------------------------------------------------------------------------------------- schedule
 
     def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
@@ -130,6 +140,7 @@ class Scheduler:
         if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
             before = request.num_computed_tokens
             self.blocks.adopt_computed(request)  # by others, since the last step
+            self._sums.note(request)
             output.publishes += self._publish(request) if request.num_computed_tokens > before else []
             num_new = self._equal_prompts.up_to_known(request, budget.chunk(request.num_missing_tokens), output.names)
         if num_new <= 0:
@@ -164,6 +175,7 @@ class Scheduler:
             self.blocks.free(request)
             request.num_computed_tokens = 0
             request.status = RequestStatus.PREEMPTED
+        self._sums.note(request)
         self._waiting.put_first(request)
         output.preempted.append(request)
 
@@ -204,6 +216,7 @@ class Scheduler:
             return True
         request.status = RequestStatus.RUNNING
         self._running.append(request)
+        self._sums.note(request)
         output.publishes += self._publish(request)
         self._schedule_running(request, budget, output)
         return True
@@ -242,6 +255,7 @@ class Scheduler:
             if request.mode is RequestMode.PREFILL:
                 self._running.remove(request)
                 request.status = RequestStatus.FINISHED_LEASED
+                self._sums.note(request)
                 result.tokens.append(NewToken(request, news[0], None))
                 continue
             result.tokens.append(self.append(request, news[0]))
@@ -257,6 +271,7 @@ class Scheduler:
     def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
         """Notes that the KV of the request's next `num_new` tokens is computed."""
         request.num_computed_tokens += num_new
+        self._sums.note(request)
         self.blocks.name_computed(request)
         result.publishes += self._publish(request)
         if self.config.window and request.mode is not RequestMode.PREFILL:  # a decode worker reads a prefill's
@@ -271,6 +286,8 @@ class Scheduler:
         if reason is not None:
             is_stop = reason is FinishReason.STOP
             self._finish(request, RequestStatus.FINISHED_STOPPED if is_stop else RequestStatus.FINISHED_LENGTH)
+        else:
+            self._sums.note(request)
         return NewToken(request, token, reason)
 
     def _offer(self, request: Request) -> None:
@@ -286,6 +303,7 @@ class Scheduler:
             self._waiting.remove(request)
         self._offer(request)
         request.status = status
+        self._sums.note(request)
         self.blocks.free(request)
         del self.requests[request.request_id]
 

@@ -4,9 +4,8 @@ involved."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from engine.speculation.step_cost import step_cost
 
 MEMORY = 0.8  # what a draft's counts weigh after the next one
 PROBE_STEPS = 16  # times the requests of the step: so many steps after it stopped, a request tries one token again
@@ -29,18 +28,21 @@ class DraftRecord:
         self.trials = self.trials * MEMORY + min(num_accepted + 1, num_drafted)
         self.num_idle = 0
 
-    def next_length(self, num_requests: int, most: int, free_rows: float, draft_cost: float = 0.0) -> int:
+    def next_length(
+        self, num_requests: int, most: int, cost_of: Callable[[float], float], draft_cost: float = 0.0
+    ) -> int:
         """How many tokens to draft, `most` at most, in a step of `num_requests` that all do the same.
 
-        To guess a token for each request costs `draft_cost` times what a step without drafts costs (`step_cost`). One
+        `cost_of`: a step's cost by its rows (`engine.speculation.step_cost`). To guess a token for each request costs
+        `draft_cost` times what a step without drafts costs. One
         more token for each pays as long as it brings more for its cost than the step without.
         """
         chance = rate = self.hits / self.trials
-        alone = step_cost(num_requests, free_rows)
+        alone = cost_of(num_requests)
         length, expected, cost = 0, float(num_requests), alone
         while length < most:
             num_drafts = length + 1
-            longer = step_cost(num_requests * (1 + num_drafts), free_rows) + draft_cost * alone * num_drafts
+            longer = cost_of(num_requests * (1 + num_drafts)) + draft_cost * alone * num_drafts
             if chance * num_requests * cost <= expected * (longer - cost):
                 break
             length, cost = num_drafts, longer

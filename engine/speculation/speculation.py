@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from common.batch_time import BatchTime, StepShape
 from engine.request import Request
 from engine.scheduling.schedule import SchedulerConfig
+from engine.speculation.step_cost import cost_by_rows, predicted_cost
 
 
 class Drafter(Protocol):
@@ -19,22 +21,36 @@ class Drafter(Protocol):
 
 
 class Speculation:
-    def __init__(self, drafter: Drafter, max_tokens: int, config: SchedulerConfig, free_rows: float) -> None:
-        """`max_tokens` of one draft. `free_rows` of the model (`step_cost`)."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_tokens: int,
+        config: SchedulerConfig,
+        free_rows: float,
+        batch_time: Callable[[], BatchTime | None] = lambda: None,
+    ) -> None:
+        """`max_tokens` of one draft. `batch_time`: how long a step takes, if the engine is sure of it; until then costs
+        are estimated by `free_rows` of the model (`step_cost`)."""
         self._drafter = drafter
         self._max_tokens = max_tokens
         self._eos_token_ids = config.eos_token_ids
         self._max_model_len = config.max_model_len
-        self._free_rows = free_rows
+        self._estimated = cost_by_rows(free_rows)
+        self._batch_time = batch_time
 
-    def drafts(self, decodes: Sequence[Request]) -> dict[Request, list[int]]:
-        """The drafts for requests that lack no more than the KV of their last token."""
+    def drafts(self, decodes: Sequence[Request], shape: StepShape | None = None) -> dict[Request, list[int]]:
+        """The drafts for requests that lack no more than the KV of their last token. `shape`: of a step of them."""
         lengths = {}
+        time = self._batch_time()
+        if time is not None and shape is not None and shape.num_decodes:
+            cost_of = predicted_cost(time, shape)
+        else:
+            cost_of = self._estimated
         for request in decodes:
             most = min(self._max_tokens, self._num_left(request) - 1)
             if not request.sampling_params.speculate or most < 1:
                 continue
-            if length := request.drafts.next_length(len(decodes), most, self._free_rows, self._drafter.cost):
+            if length := request.drafts.next_length(len(decodes), most, cost_of, self._drafter.cost):
                 lengths[request] = length
         drafts = self._drafter.draft(lengths) if lengths else {}
         return {request: kept for request, draft in drafts.items() if (kept := self._before_end(request, draft))}

@@ -97,6 +97,8 @@ async def ask_worker(
     endpoint: Endpoint, info: worker_pb2.WorkerInfo | None, channel: grpc.aio.Channel
 ) -> router_pb2.FleetWorker:
     worker = router_pb2.FleetWorker(address=endpoint.address, info=info, role=role_to_proto(endpoint.role))
+    if info is not None:
+        worker.info.ClearField("batch_time")  # some kilobytes of each worker
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     try:
         status = await stub.GetStatus(worker_pb2.GetWorkerStatusRequest(), timeout=STATUS_TIMEOUT_S)
@@ -113,6 +115,8 @@ async def ask_worker(
         return worker
     worker.load.CopyFrom(status.load)
     worker.state, worker.integrity = status.load.state, status.integrity
+    if status.HasField("batch_time"):
+        worker.batch_time.CopyFrom(status.batch_time)
     if endpoint.state is WorkerState.UNREACHABLE:  # it answers, but requests go to those that report themselves
         worker.state = state_to_proto(WorkerState.UNREACHABLE)
         worker.integrity = f"{status.integrity}; not used: it has not reported to this router yet"

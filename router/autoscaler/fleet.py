@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from common.batch_time import BatchTime, StepShape
 from common.grpc.transport import Channels
 from common.process.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
@@ -22,11 +23,14 @@ from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
 from router.fleet.discovery.base import Discovery, Found
 from router.fleet.reports import reports, why_unread
+from router.fleet.worker_info import batch_time_of
 
 log = logging.getLogger(__name__)
 
 STALE_S = 2.0  # workers and routers report at least once a second
 RETRY_S = 0.5
+INFO_TIMEOUT_S = 5.0
+CHUNK = 512  # tokens: the default of --chunk-size
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class _Worker:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     reported_at: float | None = None
+    prompt_rate: float | None = None  # tokens/s, as its model of time says
+    model: tuple[str, int] | None = None  # epoch and version of that model
 
 
 @dataclass(slots=True)
@@ -127,8 +133,11 @@ class Fleet:
     def _role(workers: Iterable[_Worker], now: float) -> RoleSignals:
         workers = list(workers)
         fresh = [worker for worker in workers if _is_fresh(worker.reported_at, now)]
-        loads = [worker.load for worker in fresh if worker.state is WorkerState.READY]
+        ready = [worker for worker in fresh if worker.state is WorkerState.READY]
+        loads = [worker.load for worker in ready]
+        rates = [worker.prompt_rate for worker in ready if worker.prompt_rate is not None]
         return RoleSignals(
+            predicted_rate=sum(rates) / len(rates) if rates and len(rates) == len(ready) else None,
             num_ready=len(loads),
             num_silent=len(workers) - len(fresh),
             num_requests=sum(load.num_requests_running + load.num_requests_waiting for load in loads),
@@ -143,11 +152,17 @@ class Fleet:
         worker = self._workers[role][found.address] = _Worker(found)
 
         async def read(channel: grpc.aio.Channel) -> None:
-            call = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(worker_pb2.WatchLoadRequest())
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
             async with aclosing(reports(call, worker_pb2.WorkerLoad)) as loads:
                 async for load in loads:
                     worker.load, worker.state = value_of(load, WorkerLoad), state_of(load.state)
                     worker.reported_at = self._clock()
+                    if load.batch_time_version and (load.epoch, load.batch_time_version) != worker.model:
+                        worker.model = load.epoch, load.batch_time_version
+                        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
+                        time = batch_time_of(info)
+                        worker.prompt_rate = None if time is None else prompt_rate(time)
 
         try:
             await _keep_reading(self._channels, found.address, read)
@@ -227,6 +242,14 @@ async def _keep_reading(channels: Channels, address: str, read: Callable[[grpc.a
                 version, channel = channels.version, channels.open(address)
     finally:
         await channel.close()
+
+
+def prompt_rate(time: BatchTime) -> float:
+    """Prompt tokens that a worker computes in a second if it computes nothing else, in steps of `CHUNK`."""
+    pairs = CHUNK * (CHUNK + 1) // 2
+    return CHUNK / time.seconds(
+        StepShape(num_chunks=1, chunk_tokens=CHUNK, chunk_pairs=pairs, chunk_squares=CHUNK * CHUNK, num_head_rows=1)
+    )
 
 
 def _is_fresh(reported_at: float | None, now: float) -> bool:

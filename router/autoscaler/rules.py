@@ -1,7 +1,6 @@
 """From signals to how many workers each role needs: the part of planning that knows about load.
 
-`Rules` is the seam for a model of time: one that predicts seconds from tokens needs no targets, and answers the same
-question. What a rule remembers of the past it keeps to itself; time comes in as an argument.
+What a rule remembers of the past it keeps to itself; time comes in as an argument.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class Targets:
     """What one worker should have, so that it is well used and still meets its latencies."""
 
     queued_tokens: float = 8192.0
-    prefill_rate: float | None = None  # prompt tokens/s; None if it is to be learned
+    prefill_rate: float | None = None  # prompt tokens/s; None if it is to be learned, or predicted until then
     kv_usage: float = 0.7
     requests: float = 32.0
 
@@ -42,7 +41,7 @@ class TargetRules:
     """Each signal divided by its target; a role needs what its most demanding signal asks for.
 
     If no rate of a prefill worker is given, it is learned from the flow: what arrived and is not queued any more was
-    computed by those workers that had something to compute.
+    computed by those workers that had something to compute. Until then it is what the workers' models of time say.
 
     Decode's load follows prefill's by the length of a prompt's queueing and computing. If arrivals are known, decode
     is therefore also given what the traffic's own P:D ratio says: workers of decode for each prompt token per second,
@@ -68,6 +67,8 @@ class TargetRules:
         rate, origin = targets.prefill_rate, ""
         if rate is None and (pace := self._pace.learn(now, signals)) is not None:
             rate, origin = pace * UTILIZATION, " as learned"
+        elif rate is None and prefill.predicted_rate is not None:
+            rate, origin = round(prefill.predicted_rate * UTILIZATION, 1), " as predicted"
         if arrivals is not None and rate is not None:
             asked.append((arrivals / rate, f"{arrivals:.0f} prompt tokens/s arrive, {rate:g} per worker{origin}"))
         prefill_need = _most(asked, prefill)

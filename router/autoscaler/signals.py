@@ -21,6 +21,9 @@ class RoleSignals:
     num_requests: int = 0  # running and waiting
     queued_tokens: int = 0  # prompt tokens whose KV is not computed yet
     num_busy: int = 0  # workers that have some
+    predicted_rate: float | None = (
+        None  # prompt tokens/s of one worker, the mean; None if not all say how long steps take
+    )
     kv_used: float = 0.0  # sum of the workers' shares of KV blocks that requests own: 1.0 is one full worker
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.batch_time import BatchTime
 from common.types import WorkerLoad, WorkerRole, WorkerState
 
 
@@ -23,6 +24,7 @@ class Endpoint:
     block_size: int = 0  # tokens per KV block
     parameters: frozenset[str] = frozenset()  # of sampling, that it knows
     max_model_len: int | None = None  # tokens of a request, prompt and answer; None if it has not said it
+    batch_time: BatchTime | None = None  # how long its steps take; None if it has not said it, or is not sure yet
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     excluded: str = ""

@@ -24,6 +24,7 @@ OPEN_S = 5.0  # the first time; twice as long each time that a probe fails
 MAX_OPEN_S = 60.0
 SLOW_FACTOR = 3.0  # times the median of all workers
 SLOW_MARGIN_S = 0.02  # above it at least, for one token of an answer
+AS_SAID = 2.0  # times what the worker itself said, up to which its pace is no surprise
 SLOW_S = 10.0
 MIN_ANSWERS = 5  # before a worker's pace counts
 MIN_TOKENS = 8  # of an answer whose pace counts
@@ -165,14 +166,26 @@ class TrackRecord:
             record.is_open = True
             record.open_until = now + record.open_s
 
-    def succeeded(self, worker: Incarnation, now: float, num_tokens: int = 0, elapsed_s: float = 0.0) -> None:
+    def succeeded(
+        self,
+        worker: Incarnation,
+        now: float,
+        num_tokens: int = 0,
+        elapsed_s: float = 0.0,
+        step_s: float | None = None,
+    ) -> None:
         """Counts a complete answer. `elapsed_s`: how long the router waited for the worker between the first token and
-        the last. A client that reads slowly is not its worker's fault."""
+        the last. A client that reads slowly is not its worker's fault.
+
+        `step_s`: what the worker itself said that a token takes. A worker of a slower kind is as slow as it says, which
+        routing knows: it is left alone only if it is slower than that, too."""
         record = self._records.setdefault(worker, _Record())
         record.num_failures, record.is_open, record.open_s = 0, False, OPEN_S
         if num_tokens < MIN_TOKENS:
             return
         record.answers.came(elapsed_s / (num_tokens - 1))
+        if step_s is not None and record.answers.pace <= AS_SAID * step_s:
+            return
         self._leave_alone_if_slow(record.answers, lambda one: one.answers, SLOW_MARGIN_S, now)
 
     def prefilled(self, worker: Incarnation, now: float, times_usual: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from common.batch_time import BatchTime
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
@@ -27,6 +28,7 @@ class Worker:
     channel_version: int  # of the certificates that it shows
     info: worker_pb2.WorkerInfo | None = None
     parameters: frozenset[str] = frozenset()  # of sampling, that it knows
+    batch_time: BatchTime | None = None  # that requests are routed by
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     problem: str = ""
@@ -79,6 +81,7 @@ class Worker:
             block_size=info.block_size if info else 0,
             parameters=self.parameters,
             max_model_len=info.max_model_len if info else None,
+            batch_time=self.batch_time,
             load=self.load,
             state=self.state,
             excluded=excluded,

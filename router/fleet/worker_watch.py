@@ -25,7 +25,7 @@ from router.fleet.block_watch import BlockWatch
 from router.fleet.reports import reports, why_unread
 from router.fleet.worker import Worker
 from router.fleet.worker_channels import WorkerChannels
-from router.fleet.worker_info import false_info
+from router.fleet.worker_info import batch_time_of, false_info
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +56,7 @@ class WorkerWatch:
             self._channels.renew(worker)
             stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
             try:
-                info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True)
-                if false := false_info(info):
-                    _note_false(worker, false)
-                    raise UnavailableError(false)
-                worker.info, worker.parameters = info, sampling_parameters_of(info)
+                await self._ask(worker, stub)
                 await self._learn(worker, stub)
                 async with self._following_blocks(worker, stub):
                     await self._read_load(worker, stub)
@@ -72,6 +68,15 @@ class WorkerWatch:
                 problem = repr(error)
             self._set_state(worker, WorkerState.UNREACHABLE, problem)
             await asyncio.sleep(RETRY_S)
+
+    async def _ask(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """Raises `UnavailableError` if the answer cannot be."""
+        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True)
+        if false := false_info(info):
+            _note_false(worker, false)
+            raise UnavailableError(false)
+        worker.info, worker.parameters = info, sampling_parameters_of(info)
+        worker.batch_time = batch_time_of(info)
 
     @contextlib.asynccontextmanager
     async def _following_blocks(
@@ -93,6 +98,11 @@ class WorkerWatch:
                 async for load in loads:
                     if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
                         return  # another process answers at this address now: ask who it is
+                    if load.batch_time_version != worker.info.batch_time.version:
+                        epoch = worker.info.epoch
+                        await self._ask(worker, stub)
+                        if worker.info.epoch != epoch:
+                            return
                     worker.load = value_of(load, WorkerLoad)
                     reported = time.monotonic() - REPORT_LAG_S
                     for key in [key for key, sent in worker.sent.items() if sent.at < reported]:

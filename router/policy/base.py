@@ -61,6 +61,8 @@ class RoutingDecision:
     num_cached_tokens: int = 0  # that the decode worker is thought to have
     num_missing_tokens: int = 0  # that the worker which computes the prompt is thought to lack
     prefill_cost: float = 0.0  # tokens that the first of `prefill` computes until it is done with the prompt
+    prefill_s: float | None = None  # the same in seconds, if the workers said how long their steps take
+    step_s: float | None = None  # likewise, of the decode worker's next step: the time between two tokens
     may_hedge: bool = False  # the second of `prefill` may be asked beside the first, if that is late
 
 
@@ -72,17 +74,26 @@ class Policy(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Candidate:
-    """A worker that could take a request in one role, and what that would cost, in tokens of prompt computed."""
+    """A worker that could take a request in one role, and what that would cost (`router.policy.costs`): in seconds, or
+    in tokens of prompt computed."""
 
     endpoint: Endpoint
     num_cached_tokens: int  # leading tokens of the prompt whose KV it is thought to have
     num_missing_tokens: int
     wait: float  # until the worker comes to this request
     work: float  # for what the worker lacks: to compute it, or to fetch it
+    in_seconds: bool = False
+
+    def in_words(self, cost: float) -> str:
+        return cost_in_words(cost, in_seconds=self.in_seconds)
 
     @property
     def address(self) -> str:
         return self.endpoint.address
+
+
+def cost_in_words(cost: float, *, in_seconds: bool) -> str:
+    return f"{1000 * cost:.0f} ms" if in_seconds else f"{cost:.0f}"
 
 
 @dataclass(slots=True, frozen=True)

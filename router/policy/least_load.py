@@ -8,6 +8,7 @@ from typing import ClassVar
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
 
+# Without a model of time.
 WAITING_WEIGHT = 4  # a request that waits holds up the next one longer than one that shares the batch with it
 
 
@@ -28,7 +29,17 @@ def load_order(endpoint: Endpoint) -> tuple[int, int]:
     return load_score(endpoint), -round(10 * kv_headroom(endpoint))
 
 
+def candidate_order(candidate: Candidate) -> tuple[int, int]:
+    """Least is best. In milliseconds until a newcomer's turn, if the workers said how long their steps take; else
+    `load_order`."""
+    if candidate.in_seconds:
+        return round(1000 * candidate.wait), -round(10 * kv_headroom(candidate.endpoint))
+    return load_order(candidate.endpoint)
+
+
 def load_in_words(candidate: Candidate) -> str:
+    if candidate.in_seconds:
+        return f"load {candidate.in_words(candidate.wait)}"
     return f"load {load_score(candidate.endpoint)}"
 
 
@@ -39,4 +50,4 @@ class LeastLoad(Ranking):
     about: ClassVar[str] = "the least load"
 
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
-        return Ranked(sorted(candidates, key=lambda one: load_order(one.endpoint)), load_in_words)
+        return Ranked(sorted(candidates, key=candidate_order), load_in_words)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
-from router.policy.least_load import load_in_words, load_order
+from router.policy.least_load import candidate_order, load_in_words
 
 
 class PowerOfTwo(Ranking):
@@ -24,8 +24,8 @@ class PowerOfTwo(Ranking):
         """The two that are drawn, the better one first, then all others by load."""
         rest = list(candidates)
         drawn = [rest.pop(self._draw(len(rest))) for _ in range(min(2, len(rest)))]
-        drawn.sort(key=lambda one: load_order(one.endpoint))
-        rest.sort(key=lambda one: load_order(one.endpoint))
+        drawn.sort(key=candidate_order)
+        rest.sort(key=candidate_order)
         return Ranked(drawn + rest, lambda one: f"drawn, {load_in_words(one)}" if one in drawn else load_in_words(one))
 
     def _draw(self, num: int) -> int:

@@ -1,7 +1,8 @@
 """Prefers the worker that would finish first: cached blocks save computing, and requests that wait there cost time.
 
-Both are counted in tokens of prompt, so a long prefix outweighs a short queue and no queue is too long for ever: a
-prefix that everybody wants spreads to other workers as soon as waiting for it costs more than computing it there.
+Both are counted in seconds, or in tokens (`router.policy.costs`), so a long prefix outweighs a short queue and
+no queue is too long for ever: a prefix that everybody wants spreads to other workers as soon as waiting for it costs
+more than computing it there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
-from router.policy.least_load import load_order
+from router.policy.least_load import candidate_order
 
 
 class PrefixAware(Ranking):
@@ -21,6 +22,12 @@ class PrefixAware(Ranking):
 
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
         return Ranked(
-            sorted(candidates, key=lambda one: (one.wait + one.work, load_order(one.endpoint))),
-            lambda one: f"{one.num_cached_tokens} tokens cached, work {one.work:.0f} + wait {one.wait:.0f}",
+            sorted(candidates, key=lambda one: (one.wait + one.work, candidate_order(one))),
+            lambda one: (
+                f"{one.num_cached_tokens} tokens cached, work {one.in_words(one.work)} + wait {one.in_words(one.wait)}"
+            ),
         )
+
+
+def _in_words(one: Candidate) -> str:
+    return f"{one.num_cached_tokens} tokens cached, work {one.in_words(one.work)} + wait {one.in_words(one.wait)}"

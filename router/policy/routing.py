@@ -1,7 +1,7 @@
 """One routing decision: filter, rank the decode workers, decide where the prompt is computed, rank the prefill workers.
 
-Costs are counted in tokens: one is the time that a worker takes to compute one token of a prompt. A worker of a faster
-kind has a shorter queue sooner, and so gets more.
+Costs are counted in seconds if all workers said how long their steps take, and else in tokens (`router.policy.costs`).
+Counted in tokens, a worker of a faster kind has a shorter queue sooner, and so gets more.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from common.errors import UnavailableError
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
-from router.policy.least_load import load_score
-from router.policy.place import MOVE_COST, Place, place_of
+from router.policy.costs import HEDGE_QUEUE, MOVE_COST, TOKENS, Costs, costs_of, step_s
+from router.policy.place import Place, place_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
-LOAD_COST = 64  # tokens, of one request that runs on a decode worker; one that waits counts four times (`load_score`)
-HEDGE_QUEUE = 1024  # tokens, beside one prompt's, that a worker which is asked beside a late one may have to do
 MAX_NAMED = 4  # workers in the line that explains a choice
 
 
@@ -49,20 +47,22 @@ class RoutingPolicy:
             decode_workers = beside
             passed_over.append((beside[0].address, "other answers to this prompt are there"))
 
+        costs = costs_of(usable)
         helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill and not request.in_place]
         ranked = self._decode.rank(
-            request, [_decode_candidate(request, e, helpers) for e in self._rotated(decode_workers)]
+            request, [_decode_candidate(request, e, helpers, costs) for e in self._rotated(decode_workers)]
         )
         decode = ranked.candidates[0]
 
         helping = [e for e in _prefill_workers(decode.endpoint, usable) if fits(e, request.num_prompt_tokens + 1)]
         prefill_workers = [] if request.in_place else self._rotated(helping)
-        ranked_prefill = self._prefill.rank(request, [_prefill_candidate(request, e) for e in prefill_workers])
+        ranked_prefill = self._prefill.rank(request, [_prefill_candidate(request, e, costs) for e in prefill_workers])
         asked = ranked_prefill.candidates
         if request.in_place:
             place = Place(True, _all_in_place, 0, is_final=True)
         else:
-            place = place_of(request.num_prompt_tokens, decode, asked[0] if asked else None, self._min_remote_tokens)
+            first = asked[0] if asked else None
+            place = place_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens, costs)
         self._rotation += 1
         choices = [_choice("decode", ranked), _choice_of_place(place)]
         if asked and not place.in_place:
@@ -76,8 +76,10 @@ class RoutingPolicy:
             min_remote_tokens=place.min_remote_tokens,
             num_cached_tokens=decode.num_cached_tokens,
             num_missing_tokens=computing.num_missing_tokens,
-            prefill_cost=asked[0].wait + asked[0].work if asked else 0.0,
-            may_hedge=self._hedges and not place.in_place and _may_hedge(asked),
+            prefill_cost=_tokens_before_first(asked[0]) if asked else 0.0,
+            prefill_s=asked[0].wait + asked[0].work if asked and costs.in_seconds else None,
+            step_s=step_s(decode.endpoint, num_more=1) if costs.in_seconds else None,
+            may_hedge=self._hedges and not place.in_place and _may_hedge(asked, costs),
         )
 
     def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
@@ -125,24 +127,29 @@ def _cached_tokens(request: RoutingRequest, endpoint: Endpoint) -> int:
     return 0 if request.in_place else request.cached_blocks.get(endpoint.address, 0) * endpoint.block_size
 
 
-def _decode_candidate(request: RoutingRequest, endpoint: Endpoint, helpers: Sequence[WorkerRole]) -> Candidate:
+def _decode_candidate(
+    request: RoutingRequest, endpoint: Endpoint, helpers: Sequence[WorkerRole], costs: Costs
+) -> Candidate:
     """`helpers`: roles of all workers that can prefill."""
     cached = _cached_tokens(request, endpoint)
     missing = max(request.num_prompt_tokens - cached, 1)
-    wait = _queue(endpoint) + LOAD_COST * load_score(endpoint)
+    wait = costs.queue(endpoint) + costs.load(endpoint)
     is_helped = WorkerRole.PREFILL in helpers if endpoint.role is WorkerRole.BOTH else bool(helpers)
-    return Candidate(endpoint, cached, missing, wait, MOVE_COST * missing if is_helped else missing)
+    work = costs.prompt(endpoint, missing, cached)
+    return Candidate(endpoint, cached, missing, wait, MOVE_COST * work if is_helped else work, costs.in_seconds)
 
 
-def _prefill_candidate(request: RoutingRequest, endpoint: Endpoint) -> Candidate:
+def _prefill_candidate(request: RoutingRequest, endpoint: Endpoint, costs: Costs) -> Candidate:
     cached = _cached_tokens(request, endpoint)
     missing = max(request.num_prompt_tokens - cached, 1)
-    decodes = LOAD_COST * load_score(endpoint) if endpoint.can_decode else 0
-    return Candidate(endpoint, cached, missing, _queue(endpoint) + decodes, missing)
+    wait = costs.queue(endpoint) + (costs.load(endpoint) if endpoint.can_decode else 0)
+    return Candidate(endpoint, cached, missing, wait, costs.prompt(endpoint, missing, cached), costs.in_seconds)
 
 
-def _queue(endpoint: Endpoint) -> int:
-    return endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
+def _tokens_before_first(candidate: Candidate) -> float:
+    """Tokens that a prefill worker computes until it is done with the prompt."""
+    endpoint = candidate.endpoint
+    return TOKENS.queue(endpoint) + (TOKENS.load(endpoint) if endpoint.can_decode else 0) + candidate.num_missing_tokens
 
 
 def _prefill_workers(decode: Endpoint, usable: Sequence[Endpoint]) -> list[Endpoint]:
@@ -156,10 +163,10 @@ def _helps(endpoint: Endpoint, decode: Endpoint) -> bool:
     return decode.role is not WorkerRole.BOTH or endpoint.role is WorkerRole.PREFILL
 
 
-def _may_hedge(asked: Sequence[Candidate]) -> bool:
+def _may_hedge(asked: Sequence[Candidate], costs: Costs) -> bool:
     """A second worker is only asked if it has little to do: if all are behind, computing prompts twice would put them
     further behind."""
-    return len(asked) > 1 and asked[1].wait <= asked[1].work + HEDGE_QUEUE
+    return len(asked) > 1 and asked[1].wait <= asked[1].work + costs.prompt(asked[1].endpoint, HEDGE_QUEUE, 0)
 
 
 def _choice(role: str, ranked: Ranked) -> Callable[[], str]:

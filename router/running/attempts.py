@@ -164,7 +164,7 @@ class Attempts:
         # and computes the prompt itself if that one fails.
         num_named = None if self._budget.allows(self._clock()) else 1
         may_hedge = decision.may_hedge and num_named is None
-        hedge_after_s = self._prefill_times.late_s(decision.prefill_cost) if may_hedge else None
+        hedge_after_s = self._prefill_times.late_s(decision.prefill_cost, decision.prefill_s) if may_hedge else None
         request.charge.worker_was_asked = True
         return self._streams.call(
             channel,
@@ -210,18 +210,20 @@ class Attempts:
         blames."""
         now, track, report = self._clock(), self._registry.track, progress.report
         decode, cached = decision.decode.incarnation, progress.usage.cached_tokens
-        track.succeeded(decode, now, pace.num_tokens, pace.waited_s)
+        track.succeeded(decode, now, pace.num_tokens, pace.waited_s, decision.step_s)
         track.answered(decode, now, prompt=num_prompt_tokens, cached=cached, output=pace.num_tokens)
         elapsed_s = (report.timings.prefill_queue_ms + report.timings.prefill_ms) / 1000
         if decision.prefill and report.prefill_worker == decision.prefill[0].address:
-            self._prefill_times.came(decision.prefill_cost, elapsed_s)
+            self._prefill_times.came(decision.prefill_cost, elapsed_s, decision.prefill_s)
         for endpoint in decision.prefill:
             if endpoint in blame:
                 continue
             if endpoint.address == report.prefill_worker:
                 track.succeeded(endpoint.incarnation, now)
                 if endpoint is decision.prefill[0] and elapsed_s:
-                    times = self._like_prompts.times_usual(decision.prefill_cost, num_prompt_tokens, elapsed_s)
+                    times = self._like_prompts.times_usual(
+                        decision.prefill_cost, num_prompt_tokens, elapsed_s, decision.prefill_s
+                    )
                     if times is not None:
                         track.prefilled(endpoint.incarnation, now, times)
             elif report.fallback_reason.startswith(f"prefill worker {endpoint.address}: "):

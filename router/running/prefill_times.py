@@ -2,9 +2,9 @@
 
 A worker is late if it takes much longer than prompts lately took for the same work.
 
-What a prompt costs is counted in tokens (`router.policy.routing`): those in the worker's queue and its own. Its time is
-the prefill worker's own account, from its request to its first token. A worker that has not even given a block by then
-is late.
+If the workers said how long their steps take, a prompt's time is predicted, and what is usual is learned as a multiple
+of that. Else what a prompt costs is counted in tokens: those in the worker's queue and its own. Its time is the prefill
+worker's own account, from its request to its first token. A worker that has not even given a block by then is late.
 """
 
 from __future__ import annotations
@@ -29,17 +29,26 @@ class PrefillTimes:
         self._times: deque[float] = deque(maxlen=WINDOW)  # seconds for one token
         self._num_unsorted = 0
         self._usual_s = 0.0  # for one token
+        self._multiples: deque[float] = deque(maxlen=WINDOW)  # of what was predicted
+        self._usual_multiple = 1.0
 
-    def came(self, cost: float, elapsed_s: float) -> None:
-        """Notes that a prompt that cost so many tokens took so long."""
+    def came(self, cost: float, elapsed_s: float, predicted_s: float | None = None) -> None:
+        """Notes that a prompt that cost so many tokens took so long, and `predicted_s` were predicted."""
+        if predicted_s:
+            self._multiples.append(elapsed_s / predicted_s)
+            if len(self._multiples) % SORT_EVERY == 0 or len(self._multiples) == WINDOW:
+                self._usual_multiple = max(1.0, sorted(self._multiples)[int(SHARE * (len(self._multiples) - 1))])
         self._times.append(elapsed_s / (cost + FIXED_TOKENS))
         self._num_unsorted += 1
         if len(self._times) == MIN_PROMPTS or self._num_unsorted >= SORT_EVERY:
             self._num_unsorted = 0
             self._usual_s = sorted(self._times)[int(SHARE * (len(self._times) - 1))]
 
-    def late_s(self, cost: float) -> float | None:
-        """Seconds after which a worker with a prompt that costs so many tokens is late; None while nobody knows."""
+    def late_s(self, cost: float, predicted_s: float | None = None) -> float | None:
+        """Seconds after which a worker with a prompt that costs so many tokens, or is predicted to take so long, is
+        late; None while nobody knows."""
+        if predicted_s is not None:
+            return max(LATE_FACTOR * self._usual_multiple * predicted_s, MIN_LATE_S)
         if len(self._times) < MIN_PROMPTS:
             return None
         return max(LATE_FACTOR * self._usual_s * (cost + FIXED_TOKENS), MIN_LATE_S)
@@ -52,9 +61,15 @@ class LikePrompts:
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], deque[float]] = {}
 
-    def times_usual(self, cost: float, num_tokens: int, elapsed_s: float) -> float | None:
+    def times_usual(
+        self, cost: float, num_tokens: int, elapsed_s: float, predicted_s: float | None = None
+    ) -> float | None:
         """Notes a prompt of `num_tokens` that took so long: how many times as long as the middle one of the last of its
-        size, on whichever worker they were. None while nobody knows, 1 if it took hardly longer."""
+        size, on whichever worker they were. None while nobody knows, 1 if it took hardly longer.
+
+        If it was predicted: how many times as long as that, since a worker of a slower kind is none that is slow."""
+        if predicted_s:
+            return 1.0 if elapsed_s < predicted_s + SLOW_MARGIN_S else elapsed_s / predicted_s
         size = int(cost).bit_length(), num_tokens.bit_length()
         times = self._times.setdefault(size, deque(maxlen=LIKE_WINDOW))
         times.append(elapsed_s / max(cost, 1.0))

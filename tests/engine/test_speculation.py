@@ -10,14 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import metrics
+from common.batch_time import FEATURES, BatchTime, Regime, RegimeTime, StepShape, Table
 from common.block_hash import block_hashes
 from common.sampling import SamplingParams
 from common.types import FinishReason
 from engine import messages as m
 from engine.request import Request
+from engine.scheduling.schedule import SchedulerConfig
 from engine.speculation.ngram import continuation
 from engine.speculation.record import PROBE_STEPS, DraftRecord
-from engine.speculation.step_cost import free_rows, step_cost
+from engine.speculation.speculation import Speculation
+from engine.speculation.step_cost import cost_by_rows, free_rows
+from tests.common.test_batch_time import KEY
 from tests.engine.fakes import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -76,13 +80,13 @@ def test_drafts_grow_while_they_come_true_and_end_when_they_do_not() -> None:
     record = DraftRecord()
     lengths = []
     for _ in range(6):
-        lengths.append(record.next_length(1, 8, 4.0))
+        lengths.append(record.next_length(1, 8, cost_by_rows(4.0)))
         record.count(lengths[-1], lengths[-1])
     assert lengths == sorted(lengths)
     assert lengths[-1] == 8
     steps = []
     for _ in range(20 + 2 * PROBE_STEPS):
-        steps.append(record.next_length(1, 8, 4.0))
+        steps.append(record.next_length(1, 8, cost_by_rows(4.0)))
         if steps[-1]:
             record.count(steps[-1], 0)
     assert sum(steps[20:]) == 2, "one token now and then"
@@ -92,12 +96,12 @@ def test_the_more_requests_share_a_step_the_shorter_drafts_are() -> None:
     lengths = []
     for num_requests in (1, 4, 16, 64, 256):
         record = DraftRecord(hits=9.0, trials=10.0)
-        lengths.append(record.next_length(num_requests, 8, 8.0))
+        lengths.append(record.next_length(num_requests, 8, cost_by_rows(8.0)))
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] >= 6
     assert lengths[-1] == 0
     record = DraftRecord(hits=9.0, trials=10.0)
-    assert record.next_length(64, 8, 64.0) > 0, "a device reads its weights for longer"
+    assert record.next_length(64, 8, cost_by_rows(64.0)) > 0, "a device reads its weights for longer"
 
 
 @pytest.mark.parametrize(
@@ -115,14 +119,14 @@ def test_the_cost_of_a_step_is_near_what_steps_took(
     rows = free_rows("cpu", instruction_set, bytes_per_weight, is_bfloat16=is_bfloat16)
     for num_rows, ms in step_ms.items():
         wanted = ms / step_ms[1]
-        assert step_cost(num_rows, rows) / step_cost(1, rows) == pytest.approx(wanted, rel=0.25)
+        assert cost_by_rows(rows)(num_rows) / cost_by_rows(rows)(1) == pytest.approx(wanted, rel=0.25)
 
 
 def test_if_a_row_costs_as_much_as_reading_the_weights_only_one_request_drafts() -> None:
     record = DraftRecord(hits=9.0, trials=10.0)
     rows = free_rows("cpu", "avx2", 2.0, is_bfloat16=True)
-    assert record.next_length(1, 8, rows) > 0
-    assert record.next_length(8, 8, rows) == 0
+    assert record.next_length(1, 8, cost_by_rows(rows)) > 0
+    assert record.next_length(8, 8, cost_by_rows(rows)) == 0
 
 
 def test_what_stands_behind_a_wrong_token_counts_for_nothing() -> None:
@@ -269,3 +273,38 @@ def test_any_mixture_gives_the_reference_answers(
             assert answers[str(number)] == reference(prompt, max_tokens)
     assert max(runner.num_tokens_per_step, default=0) <= budget
     assert_idle(core)
+
+
+def test_a_known_time_of_steps_decides_instead_of_the_estimate() -> None:
+    """As many rows as they may are free on one device, and each costs as much as the first on the other."""
+
+    def drafted(floor_s: float, row_s: float) -> int:
+        layers = Table((0.0,), (floor_s,), row_s)
+        regime = RegimeTime(layers=layers, head=Table(), coefficients=(0.0,) * len(FEATURES))
+        time = BatchTime(key=KEY, regimes=dict.fromkeys(Regime, regime))
+        speculation = Speculation(Repeats(), 8, CONFIG, 4.0, lambda: time)
+        request = Request(
+            request_id="r",
+            token_ids=[1, 2],
+            num_prompt_tokens=1,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=50),
+            arrival_time=0.0,
+            drafts=DraftRecord(hits=9.0, trials=10.0),
+        )
+        shape = StepShape(num_decodes=1, decode_context=2, longest_context=2, num_head_rows=1)
+        return len(speculation.drafts([request], shape).get(request, []))
+
+    assert drafted(1.0, 1e-6) == 8
+    assert drafted(0.0, 1.0) == 0
+
+
+class Repeats:
+    cost = 0.0
+
+    def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
+        return {request: [5] * length for request, length in lengths.items()}
+
+
+CONFIG = SchedulerConfig(
+    max_num_seqs=8, max_num_batched_tokens=64, chunk_size=64, max_model_len=100, eos_token_ids=frozenset()
+)

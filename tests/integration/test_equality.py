@@ -15,7 +15,7 @@ import pytest
 
 from baton.client.report import Result
 from common.types import FinishReason
-from router.policy.place import IN_PLACE_MARGIN
+from router.policy.costs import IN_PLACE_MARGIN
 from tests.integration.ask import Salt, ask
 from tests.integration.prompts import BY_NAME, CASES, LONG
 from tests.integration.reference import Expected

@@ -60,6 +60,7 @@ class FakeWorker(
         self.epoch = "e1"
         self.state: worker_pb2.WorkerState.ValueType = worker_pb2.WORKER_STATE_READY
         self.num_requests_waiting = 0
+        self.batch_time: worker_pb2.BatchTime | None = None
         # Faults.
         self.refuse: tuple[grpc.StatusCode, str] | BatonError | None = None
         self.die_after: int | None = None  # tokens sent in one call, then the call fails as if the connection broke
@@ -141,6 +142,7 @@ class FakeWorker(
             block_size=16,
             sampling_parameters=() if self.is_older else sorted(SAMPLING_PARAMETERS),
             eos_token_ids=[eos_id()],
+            batch_time=self.batch_time,
         )
         info.MergeFrom(worker_pb2.WorkerInfo(**self.false_info))
         return info
@@ -166,6 +168,7 @@ class FakeWorker(
             num_blocks=100,
             num_free_blocks=100,
             epoch=self.epoch,
+            batch_time_version=0 if self.batch_time is None else self.batch_time.version,
         )
 
     async def WatchBlocks(  # noqa: N802

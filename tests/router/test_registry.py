@@ -9,14 +9,18 @@ import grpc
 import pytest
 from prometheus_client import generate_latest
 
+from common.batch_time import StepShape
+from common.batch_time_file import encode
 from common.errors import ModelNotFoundError
 from common.grpc.transport import Channels
 from common.types import WorkerRole, WorkerState
+from protos.baton.v1 import worker_pb2
 from router.fleet import reports, worker_watch
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from tests.router.conftest import StartWorker
 from tests.router.fake_worker import FakeWorker
+from tests.router.test_costs import model
 
 
 @pytest.fixture
@@ -54,6 +58,26 @@ async def test_a_worker_is_described(registry: Registry, worker: FakeWorker) -> 
     assert registry.served("tiny") is registry.served() is registry.models["tiny"]
     with pytest.raises(ModelNotFoundError, match=r"^model: 'Tiny' is not served here; this is 'tiny'"):
         registry.served("Tiny")
+
+
+async def test_what_a_worker_learns_of_its_steps_times_arrives(registry: Registry, worker: FakeWorker) -> None:
+    await until(registry, lambda: not registry.not_ready())
+    assert endpoint(registry, worker.address).batch_time is None
+
+    def said(version: int, source: str) -> worker_pb2.BatchTime:
+        return worker_pb2.BatchTime(model=encode(model(floor_s=version / 100)), source=source, version=version)
+
+    def floor_s() -> float | None:
+        time = endpoint(registry, worker.address).batch_time
+        return None if time is None else time.seconds(StepShape())
+
+    worker.change(batch_time=said(1, "quick"))
+    worker.change(batch_time=said(2, "learned"))
+    await until(registry, lambda: floor_s() == 0.02)
+    worker.change(batch_time=said(3, "learned"))
+    await until(registry, lambda: floor_s() == 0.03)
+    worker.change(batch_time=said(4, "quick"))
+    await until(registry, lambda: floor_s() is None)
 
 
 async def test_sent_requests_count_until_they_are_reported(registry: Registry, worker: FakeWorker) -> None:

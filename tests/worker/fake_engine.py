@@ -132,6 +132,30 @@ class FakeEngine:
                 peer=b"fake",
             )
         )
+        self._emit(
+            m.BatchTimeChanged(
+                model=b"a model",
+                source="file",
+                version=1,
+                made_at=time.monotonic(),
+                num_steps=0,
+                error_median=0.0,
+                error_p90=0.0,
+                drifts=False,
+            )
+        )
+        self._emit(
+            m.BatchTimeChanged(
+                model=b"",
+                source="file",
+                version=1,
+                made_at=time.monotonic(),
+                num_steps=64,
+                error_median=0.02,
+                error_p90=0.25,
+                drifts=True,
+            )
+        )
         while True:
             self._report_load()
             wait_s = max(self._due[0][0] - time.monotonic(), 0.0) if self._due else ALIVE_INTERVAL_S

@@ -26,7 +26,7 @@ _sym_db = _symbol_database.Default()
 from protos.baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/router.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x11\n\x0fGetFleetRequest\":\n\x10GetFleetResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.FleetWorker\"\x9b\x02\n\x0b\x46leetWorker\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\"\n\x04info\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x11\n\tintegrity\x18\x05 \x01(\t\x12\"\n\x04role\x18\x06 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x62reaker\x18\x07 \x01(\t\x12\x18\n\x10num_known_blocks\x18\x08 \x01(\x04\x12\x10\n\x08hit_rate\x18\t \x01(\x01\x12\x19\n\x11tokens_per_second\x18\n \x01(\x01\x32R\n\rRouterService\x12\x41\n\x08GetFleet\x12\x19.baton.v1.GetFleetRequest\x1a\x1a.baton.v1.GetFleetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/router.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x11\n\x0fGetFleetRequest\":\n\x10GetFleetResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.FleetWorker\"\xc4\x02\n\x0b\x46leetWorker\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\"\n\x04info\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x11\n\tintegrity\x18\x05 \x01(\t\x12\"\n\x04role\x18\x06 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x62reaker\x18\x07 \x01(\t\x12\x18\n\x10num_known_blocks\x18\x08 \x01(\x04\x12\x10\n\x08hit_rate\x18\t \x01(\x01\x12\x19\n\x11tokens_per_second\x18\n \x01(\x01\x12\'\n\nbatch_time\x18\x0b \x01(\x0b\x32\x13.baton.v1.BatchTime2R\n\rRouterService\x12\x41\n\x08GetFleet\x12\x19.baton.v1.GetFleetRequest\x1a\x1a.baton.v1.GetFleetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,7 +38,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETFLEETRESPONSE']._serialized_start=77
   _globals['_GETFLEETRESPONSE']._serialized_end=135
   _globals['_FLEETWORKER']._serialized_start=138
-  _globals['_FLEETWORKER']._serialized_end=421
-  _globals['_ROUTERSERVICE']._serialized_start=423
-  _globals['_ROUTERSERVICE']._serialized_end=505
+  _globals['_FLEETWORKER']._serialized_end=462
+  _globals['_ROUTERSERVICE']._serialized_start=464
+  _globals['_ROUTERSERVICE']._serialized_end=546
 # @@protoc_insertion_point(module_scope)

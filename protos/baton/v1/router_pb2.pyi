@@ -69,6 +69,7 @@ class FleetWorker(_message.Message):
     NUM_KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     HIT_RATE_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BATCH_TIME_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     state: _worker_pb2.WorkerState.ValueType
     integrity: _builtins.str
@@ -87,10 +88,14 @@ class FleetWorker(_message.Message):
     """of its answers"""
     @_builtins.property
     def info(self) -> _worker_pb2.WorkerInfo:
-        """unset if the worker never answered"""
+        """unset if the worker never answered; without its batch_time"""
 
     @_builtins.property
     def load(self) -> _worker_pb2.WorkerLoad: ...
+    @_builtins.property
+    def batch_time(self) -> _worker_pb2.BatchTime:
+        """without the model; unset if the worker did not say it"""
+
     def __init__(
         self,
         *,
@@ -104,10 +109,11 @@ class FleetWorker(_message.Message):
         num_known_blocks: _builtins.int = ...,
         hit_rate: _builtins.float = ...,
         tokens_per_second: _builtins.float = ...,
+        batch_time: _worker_pb2.BatchTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time", "info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "hit_rate", b"hit_rate", "info", b"info", "integrity", b"integrity", "load", b"load", "num_known_blocks", b"num_known_blocks", "role", b"role", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "batch_time", b"batch_time", "breaker", b"breaker", "hit_rate", b"hit_rate", "info", b"info", "integrity", b"integrity", "load", b"load", "num_known_blocks", b"num_known_blocks", "role", b"role", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -125,6 +125,7 @@ class WorkerInfo(_message.Message):
     CHAT_TEMPLATE_ERROR_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     KERNELS_REASON_FIELD_NUMBER: _builtins.int
+    BATCH_TIME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___WorkerRole.ValueType
     epoch: _builtins.str
@@ -162,6 +163,10 @@ class WorkerInfo(_message.Message):
         worker would not notice it. None: those up to logit_bias.
         """
 
+    @_builtins.property
+    def batch_time(self) -> Global___BatchTime:
+        """unset if it is not known how long a step takes"""
+
     def __init__(
         self,
         *,
@@ -186,14 +191,64 @@ class WorkerInfo(_message.Message):
         chat_template_error: _builtins.str = ...,
         kernels: _builtins.str = ...,
         kernels_reason: _builtins.str = ...,
+        batch_time: Global___BatchTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template_error", b"chat_template_error", "connector", b"connector", "device", b"device", "device_reason", b"device_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "fingerprint_but_dtype", b"fingerprint_but_dtype", "kernels", b"kernels", "kernels_reason", b"kernels_reason", "max_model_len", b"max_model_len", "model", b"model", "role", b"role", "root_hash", b"root_hash", "sampling_parameters", b"sampling_parameters", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time", "block_size", b"block_size", "chat_template_error", b"chat_template_error", "connector", b"connector", "device", b"device", "device_reason", b"device_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "fingerprint_but_dtype", b"fingerprint_but_dtype", "kernels", b"kernels", "kernels_reason", b"kernels_reason", "max_model_len", b"max_model_len", "model", b"model", "role", b"role", "root_hash", b"root_hash", "sampling_parameters", b"sampling_parameters", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class BatchTime(_message.Message):
+    """How long a step of a worker's engine takes, as far as is known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    ERROR_MEDIAN_FIELD_NUMBER: _builtins.int
+    ERROR_P90_FIELD_NUMBER: _builtins.int
+    DRIFTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.bytes
+    """JSON with a schema version (common/batch_time_file.py); none in a status"""
+    source: _builtins.str
+    """"none", "quick" (some steps at start), "file" (baton profile), "learned" """
+    version: _builtins.int
+    """of the model: another one for another model"""
+    age_s: _builtins.float
+    """of the model"""
+    num_steps: _builtins.int
+    """that it was compared with"""
+    error_median: _builtins.float
+    """of the latest steps, as shares of their times"""
+    error_p90: _builtins.float
+    drifts: _builtins.bool
+    """steps take other times than it says, all the time"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.bytes = ...,
+        source: _builtins.str = ...,
+        version: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+        error_median: _builtins.float = ...,
+        error_p90: _builtins.float = ...,
+        drifts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "drifts", b"drifts", "error_median", b"error_median", "error_p90", b"error_p90", "model", b"model", "num_steps", b"num_steps", "source", b"source", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchTime: _TypeAlias = BatchTime  # noqa: Y015
 
 @_typing.final
 class WatchLoadRequest(_message.Message):
@@ -223,6 +278,7 @@ class WorkerLoad(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_LEASES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    BATCH_TIME_VERSION_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
@@ -236,6 +292,8 @@ class WorkerLoad(_message.Message):
     num_leases: _builtins.int
     """Prefill streams whose blocks are held for a decode worker"""
     epoch: _builtins.str
+    batch_time_version: _builtins.int
+    """if it changes, GetInfo has another model"""
     def __init__(
         self,
         *,
@@ -248,10 +306,11 @@ class WorkerLoad(_message.Message):
         num_cached_blocks: _builtins.int = ...,
         num_leases: _builtins.int = ...,
         epoch: _builtins.str = ...,
+        batch_time_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,19 +467,25 @@ class WorkerStatus(_message.Message):
 
     LOAD_FIELD_NUMBER: _builtins.int
     INTEGRITY_FIELD_NUMBER: _builtins.int
+    BATCH_TIME_FIELD_NUMBER: _builtins.int
     integrity: _builtins.str
     """"ok", or what is wrong"""
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
+    @_builtins.property
+    def batch_time(self) -> Global___BatchTime:
+        """without the model"""
+
     def __init__(
         self,
         *,
         load: Global___WorkerLoad | None = ...,
         integrity: _builtins.str = ...,
+        batch_time: Global___BatchTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["integrity", b"integrity", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time", "integrity", b"integrity", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

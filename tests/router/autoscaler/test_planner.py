@@ -276,3 +276,13 @@ def test_a_day_is_served_with_less_than_its_peak_needs(rate: str) -> None:
     peak = [max(load[role] for load in offered(jobs, hardware, slo, 60.0)) for role in (0, 1)]
     assert planned.hours < 0.85 * sum(peak)
     assert planned.num_changes < 60
+
+
+def test_until_a_rate_is_learned_the_workers_models_of_time_say_it() -> None:
+    rules = TargetRules(Targets(queued_tokens=1e9))
+    role = RoleSignals(num_ready=1, num_busy=1, predicted_rate=1000.0)
+    need = rules.needs(0.0, FleetSignals(prefill=role, arrival_tokens_per_s=1600.0, arrived_tokens=0.0)).prefill
+    assert need.workers == 2
+    assert need.reason.endswith("800 per worker as predicted")
+    given = TargetRules(Targets(queued_tokens=1e9, prefill_rate=400.0))
+    assert given.needs(0.0, FleetSignals(prefill=role, arrival_tokens_per_s=1600.0)).prefill.workers == 4
