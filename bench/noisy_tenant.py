@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+from bench.load.percentiles import percentile
 from bench.measure import interleave, print_table
 from bench.processes import running
-from bench.router.load import quantile
 from bench.router.process_cost import cpu_s
 from bench.tenant_load import Asked, TenantClient
 from common.config import DEFAULT_MODEL, default_cache_dir
@@ -72,8 +72,8 @@ class Stack:
             raise RuntimeError(self.problems[-1])
         latencies_ms = [1000 * one.latency_s for one in of_quiet.answered]
         found = {
-            "quiet p50 ms": quantile(latencies_ms, 0.5),
-            "quiet p99 ms": quantile(latencies_ms, 0.99),
+            "quiet p50 ms": percentile(latencies_ms, 0.5),
+            "quiet p99 ms": percentile(latencies_ms, 0.99),
             "quiet requests": float(len(of_quiet.requests)),
             "router, cores": cores,
         }

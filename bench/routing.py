@@ -27,16 +27,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import grpc
-
+from bench.load import clients
+from bench.load.clients import GrpcClient, RefusedError
+from bench.load.loops import open_loop
+from bench.load.percentiles import percentile
 from bench.processes import running_stack
 from bench.routing_requests import BLOCK_SIZE, TOKEN_IDS, Request, make_chats, num_distinct_blocks, read_trace
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import ConfigError
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from protos.baton.v1 import inference_pb2
 
 WARM_UP = 4
 DEFAULTS: dict[str, float | str] = {"requests": 400, "skip": 3500, "rate": 0.3, "divide": 16, "max_prompt_tokens": 4096}
@@ -56,23 +58,22 @@ class Outcome:
     num_cached_tokens: int
     decode_worker: str
     prefill_worker: str  # empty: in place
+    lag_ms: float = 0.0  # how late it was sent
 
 
-async def ask(stub: inference_pb2_grpc.InferenceServiceAsyncStub, request: Request) -> Outcome | None:
-    """None if it failed."""
-    call = inference_pb2.GenerateRequest(
-        prompt_token_ids=request.prompt,
-        sampling_params=types_pb2.SamplingParams(temperature=0, max_tokens=request.num_output_tokens, ignore_eos=True),
-    )
+async def ask(client: GrpcClient, request: Request) -> Outcome | None:
+    """None if it failed. The time to first token counts from the call."""
+    options = {"temperature": 0, "ignore_eos": True}
+    asked = clients.Request(prompt=request.prompt, max_tokens=request.num_output_tokens, options=options)
     start, first, num, last = time.perf_counter(), 0.0, 0, inference_pb2.GenerateResponse()
     try:
-        async for response in stub.Generate(call):
+        async for response in client.responses(asked):
             if response.token_ids and not first:
                 first = time.perf_counter()
             num += len(response.token_ids)
             last = response
-    except grpc.aio.AioRpcError as error:
-        print(f"failed: {error.code().name}: {error.details()}", file=sys.stderr, flush=True)
+    except RefusedError as refused:
+        print(f"failed: {refused.status}: {refused.reason}", file=sys.stderr, flush=True)
         return None
     if num != request.num_output_tokens:
         print(f"failed: {num} tokens, not {request.num_output_tokens}", file=sys.stderr, flush=True)
@@ -84,18 +85,19 @@ async def ask(stub: inference_pb2_grpc.InferenceServiceAsyncStub, request: Reque
 
 
 async def replay(address: str, requests: Sequence[Request], seed: int) -> list[Outcome | None]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    """Sends each request when it is due, whatever became of those before; times count from then."""
+    client = GrpcClient(address)
+    try:
         draw = random.Random(f"warm-up {seed}")
         for _ in range(WARM_UP):
-            await ask(stub, Request(0.0, draw.choices(TOKEN_IDS, k=200), 4))
-        start = time.perf_counter()
-
-        async def one(request: Request) -> Outcome | None:
-            await asyncio.sleep(start + request.at - time.perf_counter())
-            return await ask(stub, request)
-
-        return await asyncio.gather(*map(one, requests))
+            await ask(client, Request(0.0, draw.choices(TOKEN_IDS, k=200), 4))
+        sent = await open_loop([one.at for one in requests], lambda number: ask(client, requests[number]))
+        return [
+            one.result and replace(one.result, ttft_ms=one.result.ttft_ms + 1000 * one.lag_s, lag_ms=1000 * one.lag_s)
+            for one in sent
+        ]
+    finally:
+        await client.close()
 
 
 def figures(outcomes: Sequence[Outcome | None]) -> dict[str, float]:
@@ -104,7 +106,7 @@ def figures(outcomes: Sequence[Outcome | None]) -> dict[str, float]:
     num_failed = float(len(outcomes) - len(answered))
     if not answered:
         return {"failed": num_failed}
-    times = sorted(outcome.ttft_ms for outcome in answered)
+    times = [outcome.ttft_ms for outcome in answered]
     decode = Counter(outcome.decode_worker for outcome in answered)
     prefill = Counter(outcome.prefill_worker for outcome in answered if outcome.prefill_worker)
     prompt_tokens = sum(outcome.num_prompt_tokens for outcome in answered)
@@ -112,7 +114,8 @@ def figures(outcomes: Sequence[Outcome | None]) -> dict[str, float]:
         "cached": sum(outcome.num_cached_tokens for outcome in answered) / prompt_tokens,
         "TTFT mean ms": statistics.mean(times),
         "TTFT p50 ms": statistics.median(times),
-        "TTFT p99 ms": times[min(int(0.99 * len(times)), len(times) - 1)],
+        "TTFT p99 ms": percentile(times, 0.99),
+        "send lag p99 ms": percentile([outcome.lag_ms for outcome in answered], 0.99),
         "in place": sum(not outcome.prefill_worker for outcome in answered) / len(answered),
         "decode most/mean": max(decode.values()) * 2 / len(answered),
         "prefill most/mean": max(prefill.values()) * 2 / sum(prefill.values()) if prefill else 0.0,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.load import arrivals
 from common.block_hash import block_hashes, root_hash
 from common.errors import ConfigError
 
@@ -40,9 +41,9 @@ def read_trace(
 ) -> list[Request]:
     """`num` requests of a trace in Mooncake's format, after its first `skip` lines, `rate` a second (Poisson). Lengths
     are divided by `divide`; prompts that are too long then are left out. Without `is_shared` every prompt is new."""
-    draw, size = random.Random(seed), TRACE_BLOCK // divide
+    size = TRACE_BLOCK // divide
     requests: list[Request] = []
-    at = 0.0
+    times = arrivals.poisson(rate, seed)
     with path.open() as file:
         for number, line in enumerate(file):
             if number < skip:
@@ -58,8 +59,7 @@ def read_trace(
                 block_seed = f"{seed}/{hash_id}" + ("" if is_shared else f"/{number}")
                 prompt += random.Random(block_seed).choices(TOKEN_IDS, k=size)
             num_output = max(min(entry["output_length"] // divide, max_output_tokens), 1)
-            at += draw.expovariate(rate)
-            requests.append(Request(at, prompt[:num_tokens], num_output))
+            requests.append(Request(next(times), prompt[:num_tokens], num_output))
     return requests
 
 

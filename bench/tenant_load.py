@@ -16,17 +16,10 @@ import json
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from urllib.parse import urlsplit
 
-import grpc
-
+from bench.load.clients import GrpcClient, RefusedError, Request, RestClient
 from bench.processes import ready_client
-from common.grpc.status import error_of_call
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 PATIENCE_S = 120.0
 OK = "OK"
@@ -81,63 +74,31 @@ class TenantClient:
 class _Load:
     def __init__(self, grpc_address: str, http_url: str, api_key: str, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._key = f"Bearer {api_key}"
-        parts = urlsplit(http_url)
-        self._address = (parts.hostname, parts.port)
-        self._idle: deque[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = deque()
-        self._channel = grpc.aio.insecure_channel(grpc_address, [("grpc.enable_http_proxy", 0)])
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        options = {"ignore_eos": True, "temperature": 0.0}
+        self._request = Request(prompt="Hello", max_tokens=max_tokens, is_streamed=False, options=options)
+        self._rest, self._grpc = RestClient(http_url, api_key), GrpcClient(grpc_address, api_key)
 
     async def ask(self, interface: str) -> Ended:
         begin = time.monotonic()
-        async with asyncio.timeout(PATIENCE_S):
-            status, retry_after_s = await (self._rest() if interface == "rest" else self._grpc())
+        status, retry_after_s = OK, None
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                num = await (self._num_by_rest() if interface == "rest" else self._num_by_grpc())
+        except RefusedError as refused:
+            status, retry_after_s = refused.status, refused.retry_after_s
+        else:
+            status = OK if num == self._max_tokens else f"{num} tokens"
         return Ended(interface, status, time.monotonic() - begin, retry_after_s)
 
-    async def _rest(self) -> tuple[str, float | None]:
-        body = {"prompt": "Hello", "max_tokens": self._max_tokens, "ignore_eos": True, "temperature": 0.0}
-        content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nAuthorization: {self._key}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        async with self._connection() as (reader, writer):
-            writer.write(head.encode() + content)
-            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().strip().split("\r\n")
-            fields = dict(line.split(": ", 1) for line in lines)
-            answer = json.loads(await reader.readexactly(int(fields["content-length"])))
-        status = first.split()[1]
-        if status == "200" and answer["usage"]["completion_tokens"] == self._max_tokens:
-            status = OK
-        return status, float(fields["retry-after"]) if "retry-after" in fields else None
+    async def _num_by_rest(self) -> int:
+        return sum([num async for num in self._rest.events(self._request)])
 
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """One that is idle and that the router has not closed, or another one."""
-        while self._idle:
-            reader, writer = self._idle.popleft()
-            if not (reader.at_eof() or writer.is_closing()):
-                break
-            writer.close()
-        else:
-            reader, writer = await asyncio.open_connection(*self._address)
-        yield reader, writer
-        self._idle.append((reader, writer))
-
-    async def _grpc(self) -> tuple[str, float | None]:
-        params = types_pb2.SamplingParams(max_tokens=self._max_tokens, ignore_eos=True, temperature=0.0)
-        request = inference_pb2.GenerateRequest(prompt="Hello", sampling_params=params)
-        num = 0
-        try:
-            async for response in self._stub.Generate(request, metadata=(("authorization", self._key),)):
-                num += len(response.token_ids)
-        except grpc.aio.AioRpcError as error:
-            code = error.code().name
-            return code, error_of_call(code, error.details() or "", error.trailing_metadata()).retry_after_s
-        return OK if num == self._max_tokens else f"{num} tokens", None
+    async def _num_by_grpc(self) -> int:
+        return sum([len(one.token_ids) async for one in self._grpc.responses(self._request)])
 
     async def close(self) -> None:
-        for _, writer in self._idle:
-            writer.close()
-        await self._channel.close()
+        await self._rest.close()
+        await self._grpc.close()
 
 
 async def _run(load: _Load, rate: float, num: int | None) -> Asked:

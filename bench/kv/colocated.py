@@ -24,6 +24,7 @@ from bench.kv.client import Prompts, StackClient, Timed
 from bench.kv.results import Results
 from bench.kv.settings import QUICK_SETTLE_S, BenchSettings, Progress
 from bench.kv.stacks import stack
+from bench.load import arrivals
 from common.errors import StartupError
 
 PART = "colocated"
@@ -90,8 +91,7 @@ def poisson(seed: int, duration_s: float, long_rate: float, long_tokens: int) ->
     times that. At most MAX_RATE a second in all."""
     rate = min(long_rate * (1 + CHATS_PER_LONG), MAX_RATE)
     rng, prompts = random.Random(seed), Prompts(seed, PART)
-    at = 0.0
-    while (at := at + rng.expovariate(rate)) < duration_s:
+    for at in itertools.takewhile(lambda at: at < duration_s, arrivals.poisson(rate, rng)):
         is_long = rng.random() < 1 / (1 + CHATS_PER_LONG)
         yield Arrival(at, is_long, prompts.new(long_tokens if is_long else CHAT_TOKENS))
 

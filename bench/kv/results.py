@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from bench.load.percentiles import percentile
 
 Label = str | int
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -27,8 +28,7 @@ class Samples:
 
     def percentile(self, share: float) -> float:
         """The smallest value that `share` (0 to 1) of all values do not exceed (nearest rank)."""
-        ordered = sorted(self.values)
-        return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+        return percentile(self.values, share)
 
     def as_json(self) -> dict[str, Json]:
         return {

@@ -18,8 +18,9 @@ from typing import Any
 
 import uvloop
 
-from bench.router.clients import Client, Endpoint, ask
-from bench.router.load import quantile
+from bench.load.clients import Client, ask
+from bench.load.percentiles import percentile
+from bench.router.clients import Endpoint, chat
 from bench.router.process_cost import cpu_s, peak_mib, resident_mib
 from bench.router.systems import System
 from common.errors import InternalError
@@ -56,9 +57,9 @@ def measure_open_streams(system: System, num: int, step_s: float, seconds: float
         "peak MiB": [peak],
         "KiB a stream": [1024 * (peak - before_mib) / num],
         "CPU, % of a core": [100 * cores],  # that of the further requests included
-        "one more request p50 ms": [1000 * quantile(answer_s, 0.5)],
-        "one more request p99 ms": [1000 * quantile(answer_s, 0.99)],
-        "token late p99 ms": [1000 * quantile(late_s, 0.99)],
+        "one more request p50 ms": [1000 * percentile(answer_s, 0.5)],
+        "one more request p99 ms": [1000 * percentile(answer_s, 0.99)],
+        "token late p99 ms": [1000 * percentile(late_s, 0.99)],
     }
 
 
@@ -68,7 +69,7 @@ async def _ask_meanwhile(endpoint: Endpoint, seconds: float) -> list[float]:
     took_s: list[float] = []
     try:
         while time.perf_counter() < end:
-            took_s.append((await ask(client, 0, 1)).ttft_s)
+            took_s.append((await ask(client, chat(1))).ttft_s)
             await asyncio.sleep(_PAUSE_S)
     finally:
         await client.close()
@@ -175,7 +176,7 @@ class _Streams:
         await asyncio.sleep(number / self._opened_per_s)
         before = 0.0  # when the last token came; of the first it does not matter, since that comes between steps
         num = 0
-        async for more in self._client.events(number, MAX_TOKENS):
+        async for more in self._client.events(chat(MAX_TOKENS)):
             if not more:
                 continue
             now = time.perf_counter()

@@ -15,8 +15,10 @@ import uvloop
 from bench.kv.report import Tables
 from bench.kv.results import Bar, Label, Results
 from bench.kv.settings import Progress
-from bench.router.clients import Asked, Client, Endpoint
-from bench.router.load import closed_loop, open_loop, quantile
+from bench.load.clients import Asked, Client
+from bench.load.percentiles import percentile
+from bench.router.clients import Endpoint
+from bench.router.load import closed_loop, open_loop
 from bench.router.open_streams import measure_open_streams
 from bench.router.process_cost import cpu_s
 from bench.router.systems import BATON, Spec, System, router, workers
@@ -199,7 +201,7 @@ def _of_streams(asked: list[Asked], system: System, bench: RouterBench) -> Figur
     one_by_one = partial(closed_loop, num_streams=1, max_tokens=2, seconds=bench.seconds / 4)
     directly = _load(system.worker, one_by_one)
     through, alone = ([1000 * one.ttft_s for one in some] for some in (asked, directly))
-    p50, p99 = (quantile(through, share) - quantile(alone, share) for share in (0.5, 0.99))
+    p50, p99 = (percentile(through, share) - percentile(alone, share) for share in (0.5, 0.99))
     events = sum(one.num_events for one in asked) / (len(asked) * bench.tokens)
     return {"events per token": [events], "added TTFT p50 ms": [p50], "added TTFT p99 ms": [p99]}
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.stack.processes import Child
+from bench.load.clients import ask
 from bench.processes import running, started
-from bench.router.clients import Endpoint, ask
+from bench.router.clients import Endpoint, chat
 from common.errors import BatonError, ConfigError, InternalError, StartupError
 
 BATON = "baton"
@@ -108,7 +109,7 @@ def _wait_for_an_answer(child: Child, endpoint: Endpoint) -> None:
         client = endpoint.connect()
         try:
             async with asyncio.timeout(give_up_at - time.monotonic()):
-                await ask(client, 0, 1)
+                await ask(client, chat(1))
         except TimeoutError:
             raise InternalError("it took a request and said nothing") from None
         finally:
