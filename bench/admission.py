@@ -1,13 +1,10 @@
-"""Time to first token under load: what it gains that a prefill begins in mid-step, or that it is done elsewhere.
+"""Time to first token under load: what it gains or costs that a prefill is done by a prefill worker.
 
     python -m bench.admission [--dtype float32] [--streams 8] [--prompt-tokens 64] [--newcomers 20] [--repeats 5]
-    python -m bench.admission --compare place   # newcomers computed by the prefill worker, and by the decode worker
 
-One prefill worker, and two decode workers that take turns, each with a router. The one whose turn it is decodes
-`--streams` streams; newcomers come one by one, at any moment of a step. Of `--compare step`, the default, one decode
-worker is as it is, and the other's engine admits requests between steps only (`bench.late_engine`): the time to first
-token that a newcomer saves is the rest of the step in which it came. Of `place` the routers differ, in
-`--min-remote-tokens`.
+One prefill worker, and two decode workers that take turns, each with a router; the routers differ in
+`--min-remote-tokens`. The worker whose turn it is decodes `--streams` streams; newcomers come one by one, at any moment
+of a step.
 """
 
 from __future__ import annotations
@@ -32,14 +29,9 @@ from bench.processes import running
 from common.config import DEFAULT_MODEL
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-BATON = "import sys; from baton.cli.main import main; sys.exit(main())"
-LATE_BATON = f"from worker import engine_process; engine_process.ENGINE_MODULE = 'bench.late_engine'; {BATON}"
-COMPARED: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {  # of each system the decode worker, and router's flags
-    "step": {"in mid-step": (BATON, ()), "between steps": (LATE_BATON, ())},
-    "place": {
-        "remote": (BATON, ("--min-remote-tokens", "1")),
-        "in place": (BATON, ("--min-remote-tokens", "1000000")),
-    },
+COMPARED: dict[str, tuple[str, ...]] = {  # router's flags
+    "remote": ("--min-remote-tokens", "1"),
+    "in place": ("--min-remote-tokens", "1000000"),
 }
 MAX_STREAM_TOKENS = 2000
 MAX_PAUSE_S = 0.5  # between two newcomers; longer than a step, so that they come at any moment of one
@@ -110,7 +102,6 @@ def _read(call: Iterator[inference_pb2.GenerateResponse], times: list[float]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=COMPARED, default="step")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--connector", default="nixl")
@@ -125,20 +116,20 @@ def main() -> None:
     common += ["--listen", "127.0.0.1:0", "--log-level", "warning"]
     with contextlib.ExitStack() as processes:
 
-        def start(what: str, program: str, *arguments: str) -> dict[str, str]:
-            command = [sys.executable, "-c", program, what, *arguments]
+        def start(what: str, *arguments: str) -> dict[str, str]:
+            command = [sys.executable, "-m", "baton", what, *arguments]
             return processes.enter_context(running(command, what))
 
-        prefill = start("prefill", BATON, *common, "--cpu-cores", str(cores[0]))["grpc"]
+        prefill = start("prefill", *common, "--cpu-cores", str(cores[0]))["grpc"]
         stacks = {}
-        for seed, (name, (program, flags)) in enumerate(COMPARED[args.compare].items()):
-            decode = start("decode", program, *common, "--cpu-cores", str(cores[-1]))["grpc"]
+        for seed, (name, flags) in enumerate(COMPARED.items()):
+            decode = start("decode", *common, "--cpu-cores", str(cores[-1]))["grpc"]
             ports = ("--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0", "--log-level", "warning")
-            router = start("router", BATON, "--prefill", prefill, "--decode", decode, *ports, *flags)
+            router = start("router", "--prefill", prefill, "--decode", decode, *ports, *flags)
             stacks[name] = Stack(router["grpc"], args, 20_000 + seed)
         rows = interleave({name: stack.measure for name, stack in stacks.items()}, args.repeats)
     title = f"{args.dtype}, {args.streams} streams, newcomers of {args.prompt_tokens} prompt tokens, {args.connector}"
-    one, other = COMPARED[args.compare]
+    one, other = COMPARED
     print_table(title, rows, ratio=(one, other))
     if args.json:
         write_json(args.json, rows)
