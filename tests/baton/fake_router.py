@@ -194,6 +194,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
                     num_known_blocks=5,
                     hit_rate=0.25,
                     tokens_per_second=12.5,
+                    batch_time=worker_pb2.BatchTime(
+                        source="learned", age_s=185.0, num_steps=999, error_median=0.018, error_p90=0.07, drifts=True
+                    ),
                 ),
                 router_pb2.FleetWorker(
                     address="d:1",

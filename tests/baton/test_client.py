@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -176,6 +177,11 @@ def test_status_json_has_the_documented_keys(
         "num_known_blocks": 5,
         "hit_rate": 0.25,
         "tokens_per_second": 12.5,
+        "time_source": "learned",
+        "time_age_s": 185.0,
+        "time_error_median": 0.018,
+        "time_error_p90": 0.07,
+        "time_drifts": True,
     }
     assert (second["role"], second["state"]) == ("decode", "unreachable")
 
@@ -194,9 +200,11 @@ def test_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixt
 
 def test_wide_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--wide", "--router", router[1]]) == 0
-    header, prefill, *_ = capsys.readouterr().out.splitlines()
+    header, prefill, decode, *_ = capsys.readouterr().out.splitlines()
     assert "queued tokens" in header
-    assert prefill.split()[10:] == ["77", "5", "25%", "12.5", "half", "open", "ok"]
+    assert prefill.split()[10:16] == ["77", "5", "25%", "12.5", "half", "open"]
+    assert re.split(r" {2,}", prefill.strip())[-2:] == ["learned, 3 min, error 2%, p90 7%, drifts", "ok"]
+    assert "not known" in decode
 
 
 def test_generate_text_and_json(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
