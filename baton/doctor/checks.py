@@ -29,7 +29,7 @@ from common.errors import BatonError
 from common.model_files import checkpoint_dtype, model_identity, open_model
 from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, cpu_instruction_sets
 from engine.kernels.library import DTYPES, choose_kernels
-from engine.kernels.table import BrokenTableError, Rule, Table, Tuned, TunedFor, keep_tuned, shipped, tuned_file
+from engine.kernels.table import SHIPPED, BrokenTableError, Rule, Table, Tuned, TunedFor, keep_tuned, tuned_file
 from engine.loading.dtype import DtypeChoice, choose_dtype, resolve_dtype
 from engine.loading.embedded_model import ORIGINAL_DTYPE, find_model, is_embedded
 from engine.loading.hub import is_hub_name
@@ -123,9 +123,9 @@ def _kernels(
     except BatonError as error:
         fallback = choose(AUTO)
         advice = f"--kernels {fallback.instruction_set}"
-        return fallback, shipped(TORCH), Finding(name, Level.PROBLEM, error.message, advice)
+        return fallback, SHIPPED, Finding(name, Level.PROBLEM, error.message, advice)
     facts: dict[str, object] = {"kernels": choice.instruction_set, "reason": choice.reason, "built": built_variants()}
-    table = shipped(choice.instruction_set)
+    table = SHIPPED
     try:
         used, used_table = choose_kernels(
             settings.kernels,

@@ -17,7 +17,7 @@ from common.errors import StartupError
 from engine.kernels.arena import Arena, Memory
 from engine.kernels.build import library_file
 from engine.kernels.choice import AUTO, TORCH, Choice, choose
-from engine.kernels.table import Table, TunedFor, load_tuned, shipped, tuned_file
+from engine.kernels.table import SHIPPED, Table, TunedFor, load_tuned, tuned_file
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Kernels:
     ) -> None:
         """`quantization` none, int8 or int4: what `kind_of` says of weights. `table`: the shipped one if None."""
         self.choice = choice
-        self.table = shipped(choice.instruction_set) if table is None else table
+        self.table = SHIPPED if table is None else table
         self.quantization = quantization
         self.num_threads = num_threads
         self.library = _open(choice.instruction_set)
@@ -470,7 +470,7 @@ def choose_kernels(
             raise StartupError(f"--quantization {quantization} needs --device cpu")
         if wanted not in (AUTO, TORCH):
             raise StartupError(f"--kernels {wanted} needs --device cpu: on {device} they would not be used")
-        return Choice(TORCH, "the kernels are for CPUs"), shipped(TORCH)
+        return Choice(TORCH, "the kernels are for CPUs"), SHIPPED
     dtype_name = str(dtype).removeprefix("torch.")
     weights = dtype_name if quantization == "none" else quantization
     choice = choose(wanted, weights)
@@ -479,7 +479,7 @@ def choose_kernels(
     if quantization != "none" and choice.instruction_set == TORCH:
         raise StartupError(f"--quantization {quantization} needs the CPU kernels: {choice.reason}")
     if choice.instruction_set == TORCH or cache_dir is None:
-        return choice, shipped(choice.instruction_set)
+        return choice, SHIPPED
     cpu = read_cpu()
     tuned = load_tuned(cache_dir, TunedFor(cpu.kind or cpu.name, model, dtype_name, quantization))
     if tuned is not None and tuned.instruction_set in (choice.instruction_set, *choice.slower):
@@ -491,4 +491,4 @@ def choose_kernels(
         from engine.kernels.trial import tried  # which needs this module
 
         choice = tried(choice, cpu, weights, cache_dir)
-    return choice, shipped(choice.instruction_set)
+    return choice, SHIPPED

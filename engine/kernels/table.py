@@ -1,8 +1,8 @@
 """Which library multiplies by a weight that is not quantised: Baton's kernels, or torch's (oneDNN for bfloat16, MKL for
 float32).
 
-The shipped table has fixed rules for each instruction set, so equal workers compute equal bits. What `baton doctor
---tune` found for a model on this kind of CPU takes its place, and the variant that it found takes that of the choice.
+The shipped table leaves all to the kernels, so equal workers compute equal bits. What `baton doctor --tune` found for a
+model on this kind of CPU takes its place, and the variant that it found takes that of the choice.
 """
 
 from __future__ import annotations
@@ -67,12 +67,8 @@ class _TunedFile:
     tuned: tuple[Tuned, ...]
 
 
-# By instruction set; those that are missing compute all with the kernels.
-_SHIPPED = {"amx": (Rule("bfloat16", 0, 32),)}
-
-
-def shipped(instruction_set: str) -> Table:
-    return Table(_SHIPPED.get(instruction_set, ()))
+SHIPPED = Table(())
+"""The kernels compute all."""
 
 
 def tuned_file(cache_dir: str) -> Path:

@@ -239,7 +239,7 @@ def bfloat16_errors(model_dir: Path, kernels: str) -> tuple[float, float]:
     theirs: list[torch.Tensor] = []
     sequences = [random_sequences([60], seed=seed)[0] for seed in range(6)]
     for sequence in sequences:
-        for size in (35, 20, 1, 1, 1, 1, 1):  # on both sides of the 32 rows from which on `amx` multiplies otherwise
+        for size in (35, 20, 1, 1, 1, 1, 1):  # on both sides of the 32 rows of two tiles
             advance(runner, [sequence], [size])
     all_ids = [sequence.token_ids for sequence in sequences]
     all_exact = expected_logprobs_of_all(model_dir, all_ids)

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "grouped.h"
+#include "tile_products.h"
 
 namespace {
 

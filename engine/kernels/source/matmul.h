@@ -589,6 +589,9 @@ struct Product {
 
 inline int64_t grouped_panel_bytes(int32_t layout, int64_t k);
 inline void compute_grouped(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch);
+#if BATON_TILES
+inline void compute_in_tiles(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch);
+#endif
 
 // Stretch of k, from `start` to `stop`, of a panel's products. What comes before is in `partial`, [rows, PANEL], unless
 // there is nothing; sums that have more to come go there. So a result stays one chain of additions.
@@ -603,22 +606,23 @@ struct Stretch {
 // How a tile reads weights: as they are packed, or as `widen_panel` left them.
 enum Source { PACKED, WIDE };
 
+// The sums of LANES columns, of which some may be behind the last.
+inline void finish_vector(const Product& p, int64_t row, int64_t column, Floats sums) {
+    if (!p.out.is_bf16 && column + LANES <= p.n) {
+        float* to = p.out.at<float>(row, column);
+        if (p.out.bias) sums += load(p.out.bias + column);
+        store(to, p.out.add ? load(to) + sums : sums);
+    } else if (column < p.n) {
+        float values[LANES];
+        store(values, sums);
+        put(p.out, row, column, std::min<int64_t>(LANES, p.n - column), values);
+    }
+}
+
 template <int R, int P>
 inline void finish(const Product& p, int64_t row, int64_t panel, const Sums<R, P>& sums) {
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < 2 * P; c++) {
-            const int64_t column = panel * PANEL + c * LANES;
-            if (!p.out.is_bf16 && column + LANES <= p.n) {
-                float* to = p.out.at<float>(row + r, column);
-                Floats value = sums.of[r][c];
-                if (p.out.bias) value += load(p.out.bias + column);
-                store(to, p.out.add ? load(to) + value : value);
-            } else if (column < p.n) {
-                float values[LANES];
-                store(values, sums.of[r][c]);
-                put(p.out, row + r, column, std::min<int64_t>(LANES, p.n - column), values);
-            }
-        }
+        for (int c = 0; c < 2 * P; c++) finish_vector(p, row + r, panel * PANEL + c * LANES, sums.of[r][c]);
 }
 
 // Sums of the groups from `start` on of a row of x.
@@ -714,6 +718,9 @@ void widen_panel(const uint8_t* from, int64_t k, float* to) {
 // How many panels a tile of so few rows takes: enough sums to keep the pipelines full. INT4 in pairs is limited by memory,
 // which gives one stream the fastest.
 constexpr int panels_at_once(Kind kind, int64_t rows) {
+#if BATON_TILES
+    if (kind == BF16) return rows <= TILE_ROWS ? 2 : 1;
+#endif
     if (rows == 1 && kind == INT4) return takes_bf16(INT4) ? 1 : 4;
     return rows <= 2 ? 2 : 1;
 }
@@ -802,7 +809,11 @@ constexpr int64_t scratch_floats(int64_t rows) { return wide_floats(MAX_STRETCH)
 inline void compute_task(const Product& p, int64_t row, int64_t rows, int64_t first, int64_t count, float* scratch) {
     switch (p.kind) {
         case F32: return compute_block<F32>(p, row, rows, first, count, scratch);
+#if BATON_TILES
+        case BF16: return compute_in_tiles(p, row, rows, first, count, scratch);
+#else
         case BF16: return compute_block<BF16>(p, row, rows, first, count, scratch);
+#endif
         case INT8: return compute_block<INT8>(p, row, rows, first, count, scratch);
         case GROUPED: return compute_grouped(p, row, rows, first, count, scratch);
         default: return compute_block<INT4>(p, row, rows, first, count, scratch);

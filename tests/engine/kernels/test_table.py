@@ -11,7 +11,7 @@ from common.cpu import read_cpu
 from common.errors import StartupError
 from common.model_files import model_identity
 from engine.kernels.choice import choose
-from engine.kernels.table import Rule, Table, Tuned, TunedFor, keep_tuned, load_tuned, shipped, tuned_file
+from engine.kernels.table import Rule, Table, Tuned, TunedFor, keep_tuned, load_tuned, tuned_file
 from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import VARIANTS
 from tests.engine.tiny_models import advance, expected_logprobs, make_model, make_runner, random_sequences
@@ -34,11 +34,6 @@ RULES = (Rule("bfloat16", 0, None), Rule("bfloat16", 1000, 32), Rule("bfloat16",
 def test_the_rule_of_the_largest_size_that_fits_counts(dtype: str, num_weights: int, expected: int | None) -> None:
     for rules in (RULES, RULES[::-1]):
         assert Table(rules).torch_from(dtype, num_weights) == expected
-
-
-def test_what_is_shipped() -> None:
-    assert shipped("amx").torch_from("bfloat16", 1) == 32
-    assert all(shipped(name) == Table(()) for name in ("avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"))
 
 
 def tuned_for(**changes: str) -> TunedFor:

@@ -1,7 +1,5 @@
-"""What `--kernels amx` does: in bfloat16, steps of 32 tokens and more go to oneDNN, and smaller ones to the kernels.
-
-If there are such units, that runs here. On other CPUs each variant gets the rules of `amx`, and if oneDNN has
-no bfloat16 there, torch's plain product stands in for it.
+"""What a rule of the table does that `baton doctor --tune` may find: in bfloat16, steps of 32 tokens and more go to
+oneDNN, and smaller ones to the kernels. If oneDNN has no bfloat16 here, torch's plain product stands in for it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's own documentation has it
 
 from engine import layers
-from engine.kernels import table
+from engine.kernels import library
+from engine.kernels.table import Rule, Table
 from engine.layers import Linear, LinearKernel
 from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import VARIANTS, slow_but_the_best
@@ -29,11 +28,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "plain")
 
 
-def rules_of_amx(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+def give_onednn_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
         return lambda x: F.linear(x, weight, bias)
 
-    monkeypatch.setitem(table._SHIPPED, kernels, table._SHIPPED["amx"])
+    monkeypatch.setattr(library, "SHIPPED", Table((Rule("bfloat16", 0, 32),)))
     if not layers._onednn_packs(torch.empty(1, 1)):
         monkeypatch.setattr(layers, "_onednn_packs", lambda weight: True)
         monkeypatch.setattr(layers, "_onednn_linear", plain)
@@ -59,7 +58,7 @@ def logprobs(path: Path, kernels: str, sizes: list[int]) -> list[torch.Tensor]:
 
 @each_choice
 def test_steps_of_32_tokens_and_more_go_to_onednn(path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
-    rules_of_amx(monkeypatch, kernels)
+    give_onednn_many_rows(monkeypatch)
     runner = make_runner(path, dtype="bfloat16", kernels=kernels)
     found = linears(runner._model)
     assert {one.packed_below for one in found} == {32}
@@ -82,7 +81,7 @@ def test_steps_of_32_tokens_and_more_go_to_onednn(path: Path, monkeypatch: pytes
 def test_errors_are_at_most_a_tenth_larger_than_transformers(
     path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
-    rules_of_amx(monkeypatch, kernels)
+    give_onednn_many_rows(monkeypatch)
     ours, theirs = bfloat16_errors(path, kernels=kernels)
     assert ours <= 1.1 * theirs
 
@@ -92,15 +91,14 @@ def test_smaller_steps_have_the_bits_of_the_kernels_alone(
     path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     sizes = [31, 9, 1, 1]
-    monkeypatch.setitem(table._SHIPPED, kernels, ())
     alone = logprobs(path, kernels, sizes)
-    rules_of_amx(monkeypatch, kernels)
+    give_onednn_many_rows(monkeypatch)
     assert all(map(torch.equal, logprobs(path, kernels, sizes), alone))
 
 
 @each_choice
 def test_without_onednn_the_kernels_compute_all(path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
-    rules_of_amx(monkeypatch, kernels)
+    give_onednn_many_rows(monkeypatch)
     monkeypatch.setattr(layers, "_onednn_packs", lambda weight: False)
     runner = make_runner(path, dtype="bfloat16", kernels=kernels)
     assert {one.packed_below for one in linears(runner._model)} == {math.inf}
