@@ -11,7 +11,7 @@ from common.types import SampledToken
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2
 from protos.convert import token_of
-from worker.announcements import MAX_PEER_BYTES, Announcements
+from worker.published_blocks import MAX_PEER_BYTES, PublishedBlocks
 
 
 class PrefillEvents:
@@ -19,7 +19,7 @@ class PrefillEvents:
 
     def __init__(self, *, first_block: int, num_blocks: int, vocab_size: int, num_lendable: int) -> None:
         """`num_lendable`: leading blocks that are lent to the worker if it asks."""
-        self._announcements = Announcements("blocks_ready", range(first_block, num_blocks))
+        self._published = PublishedBlocks("blocks_ready", range(first_block, num_blocks))
         self._num_lendable = num_lendable
         self._vocab_size = vocab_size
         self._is_accepted = False
@@ -34,8 +34,8 @@ class PrefillEvents:
         self._is_accepted = True
         return accepted.peer
 
-    def announced(self, engine_id: str, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
-        return self._announcements.take_in(engine_id, ready)
+    def published(self, engine_id: str, ready: prefill_pb2.BlocksReady) -> m.RemoteBlocksPublished:
+        return self._published.take_in(engine_id, ready)
 
     def wanted(self, engine_id: str, wanted: prefill_pb2.BlocksWanted) -> m.LendBlocks:
         if not wanted.first < wanted.stop <= self._num_lendable:

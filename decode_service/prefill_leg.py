@@ -264,9 +264,9 @@ class PrefillLeg:
                 if peer := stream.events.peer(event.accepted):
                     self._stream.send(m.AddPeer(peer))
             case "blocks_ready":
-                announced = self._announced(stream, event.blocks_ready)
+                published = self._published(stream, event.blocks_ready)
                 self._go_on_with(stream)
-                self._stream.send(announced)
+                self._stream.send(published)
             case "wanted":
                 self._lend_to(stream, event.wanted)
             case "first_token":
@@ -301,13 +301,13 @@ class PrefillLeg:
             lent = prefill_pb2.BlocksReady(failed_indexes=refused, failure="another prefill worker has been lent them")
             stream.send(prefill_pb2.PrefillRequest(lent=lent))
 
-    def _announced(self, stream: PrefillStream, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
+    def _published(self, stream: PrefillStream, ready: prefill_pb2.BlocksReady) -> m.RemoteBlocksPublished:
         self.publish_ms = milliseconds(ready.publish_ms)
-        return stream.events.announced(self._stream.engine_id, ready)
+        return stream.events.published(self._stream.engine_id, ready)
 
     def _take_in_first_token(self, stream: PrefillStream, first: prefill_pb2.FirstToken) -> None:
         token = stream.events.first_token(first)
-        announced = [self._announced(stream, first.blocks_ready)] if first.HasField("blocks_ready") else []
+        published = [self._published(stream, first.blocks_ready)] if first.HasField("blocks_ready") else []
         self._go_on_with(stream)
         self._has_first_token = True
         self.queue_ms = milliseconds(first.queue_ms)
@@ -317,6 +317,6 @@ class PrefillLeg:
         self._report.num_blocks_lent = min(first.num_blocks_lent, self._num_lent)
         self._usage.cached_tokens = min(first.num_cached_tokens, len(self._request.prompt_token_ids))
         # The engine first: the token's way to the client takes longer than the blocks' way here.
-        self._stream.send(*announced, m.RemoteFirstToken(self._stream.engine_id, token))
+        self._stream.send(*published, m.RemoteFirstToken(self._stream.engine_id, token))
         if not self._request.output_token_ids:  # else the client has it already, from an earlier decode worker
             self._stream.put(m.TokensGenerated(request_id=self._stream.engine_id, tokens=[token]))

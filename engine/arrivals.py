@@ -9,16 +9,16 @@ from common.block_hash import extra_keys
 from common.errors import InvalidArgumentError
 from common.sampling import SamplingParams
 from engine import messages as m
-from engine.remote_kv import Lookups
+from engine.remote_kv import PendingLookups
 from engine.request import Request
-from engine.sampling.grammars import Grammars
+from engine.sampling.grammars import PendingGrammars
 
 
-class Intake:
+class Arrivals:
     def __init__(
         self,
-        lookups: Lookups,
-        grammars: Grammars | None,
+        lookups: PendingLookups,
+        grammars: PendingGrammars | None,
         *,
         max_model_len: int,
         hidden_size: int,

@@ -15,7 +15,7 @@ from common.block_hash import root_hash
 from common.config import EngineSettings
 from common.types import FinishReason, WorkerLoad
 from engine import messages as m
-from engine.arrivals import Intake
+from engine.arrivals import Arrivals
 from engine.blocks.block_manager import BlockManager
 from engine.cache_hints import CacheHints
 from engine.device import Device
@@ -25,7 +25,7 @@ from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
 from engine.reports import report_not_stored, report_preempted, report_settled, report_unreachable
-from engine.sampling.grammars import Compiler, Grammars
+from engine.sampling.grammars import Compiler, PendingGrammars
 from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.ngram import NgramDrafter
@@ -88,9 +88,9 @@ class EngineCore:
             retain_tenant_share=settings.retain_tenant_share,
         )
         self.remote_kv = RemoteKV(connector, store, self.blocks, clock, self._emit)
-        self._intake = Intake(
+        self._arrivals = Arrivals(
             self.remote_kv.lookups,
-            None if compile_grammar is None else Grammars(compile_grammar, clock, wake),
+            None if compile_grammar is None else PendingGrammars(compile_grammar, clock, wake),
             max_model_len=info.max_model_len,
             hidden_size=info.hidden_size,
             clock=clock,
@@ -111,7 +111,7 @@ class EngineCore:
                 handoff_is_store=store is connector,
             ),
             self.blocks,
-            self.remote_kv.room,
+            self.remote_kv.waiting_room,
         )
         self._housekeeping = Housekeeping(
             self.scheduler, self.blocks, self.remote_kv, self._hints, device, self._take_back, wake
@@ -159,13 +159,13 @@ class EngineCore:
         remote_kv = self.remote_kv
         match command:
             case m.AddRequest():
-                self._intake.add(command)
+                self._arrivals.add(command)
                 self._queue_ready()
             case m.Embed():
-                self._intake.embed(command)
+                self._arrivals.embed(command)
                 self._queue_ready()
-            case m.BlocksAnnounced():
-                remote_kv.announced(command)
+            case m.RemoteBlocksPublished():
+                remote_kv.published(command)
             case m.RemoteFirstToken(request_id, token):
                 if request := remote_kv.first_token(request_id):
                     new = self.scheduler.append(request, token)
@@ -176,11 +176,11 @@ class EngineCore:
             case m.RemotePrefillFailed(request_id, reason):
                 remote_kv.prefill_failed(request_id, reason)
             case m.Release(request_id):
-                self._intake.drop(request_id)
+                self._arrivals.drop(request_id)
                 self.scheduler.release(request_id)
                 remote_kv.release(request_id)
             case m.StopPrefill(request_id):
-                self._intake.drop(request_id)
+                self._arrivals.drop(request_id)
                 self.scheduler.stop(request_id)
             case m.LendBlocks(request_id, first, stop):
                 remote_kv.lend(request_id, first, stop)
@@ -295,15 +295,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self._intake) > 0
+        return self.scheduler.has_work or len(self._arrivals) > 0
 
     @property
     def load(self) -> WorkerLoad:
-        scheduler, blocks, intake = self.scheduler, self.blocks, self._intake
+        scheduler, blocks, arrivals = self.scheduler, self.blocks, self._arrivals
         return WorkerLoad(
             num_requests_running=scheduler.num_running + scheduler.num_held_back,
-            num_requests_waiting=scheduler.num_waiting - scheduler.num_held_back + len(intake),
-            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens + intake.num_prompt_tokens,
+            num_requests_waiting=scheduler.num_waiting - scheduler.num_held_back + len(arrivals),
+            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens + arrivals.num_prompt_tokens,
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_empty_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
@@ -314,13 +314,13 @@ class EngineCore:
     def close(self) -> None:
         for connector in self._connectors:
             connector.close()
-        self._intake.close()
+        self._arrivals.close()
 
     # ------------------------------------------------------------------------------------------ internals
 
     def _queue_ready(self) -> None:
         """Adds requests to the queue once their grammar is compiled and the store has answered."""
-        for request in self._intake.take_ready():
+        for request in self._arrivals.take_ready():
             self.scheduler.add(request)
             self._has_newcomers = True
 

@@ -59,7 +59,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
 
 
-class BlocksAnnounced(msgspec.Struct, tag=True, frozen=True):
+class RemoteBlocksPublished(msgspec.Struct, tag=True, frozen=True):
     """REMOTE: the prefill worker holds `blocks` ready; fetch what is missing. `failed_indexes` will never come.
     PREFILL: the same of the decode worker and the blocks that were asked for with `LoanNeeded`."""
 
@@ -70,7 +70,7 @@ class BlocksAnnounced(msgspec.Struct, tag=True, frozen=True):
 
 
 class RemoteFirstToken(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: the prompt's first token, already relayed to the client. BlocksAnnounced may still follow."""
+    """REMOTE: the prompt's first token, already relayed to the client. RemoteBlocksPublished may still follow."""
 
     request_id: str
     token: SampledToken
@@ -152,7 +152,7 @@ class HintCache(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 Command = (
     AddRequest
     | Embed
-    | BlocksAnnounced
+    | RemoteBlocksPublished
     | RemoteFirstToken
     | PrefillLeaseEnded
     | RemotePrefillFailed
@@ -201,7 +201,7 @@ class RemotePrefillNeeded(msgspec.Struct, tag=True, frozen=True):
 
 class LoanNeeded(msgspec.Struct, tag=True, frozen=True):
     """PREFILL: ask the decode worker to lend the blocks [first, stop) of the prompt. The request waits for what becomes
-    of each (`BlocksAnnounced`)."""
+    of each (`RemoteBlocksPublished`)."""
 
     request_id: str
     first: int

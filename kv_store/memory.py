@@ -28,7 +28,7 @@ from kv_store.cache_view import CacheView
 from kv_store.checksums import Bytes, checksum_error, head_checksums
 from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
 from kv_store.results import ResultQueue, fetched
-from kv_store.shards import Part
+from kv_store.shards import CommonPart
 
 # One lock for all connectors of the process: a copy never meets a release, and this connector is not about speed.
 _lock = threading.Lock()
@@ -46,7 +46,7 @@ class MemoryConnector(KVConnector):
         self._peer_name = config.worker_id or f"memory-{uuid.uuid4().hex}"
         self._epoch = config.epoch or uuid.uuid4().hex
         self._published: dict[int, dict[int, bytes]] = {}  # job_id -> block_id -> block_hash
-        self._peers: dict[str, tuple[str, list[Part]]] = {}  # name -> epoch, and what we need of its ranks
+        self._peers: dict[str, tuple[str, list[CommonPart]]] = {}  # name -> epoch, and what we need of its ranks
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._spec = spec

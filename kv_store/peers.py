@@ -10,7 +10,7 @@ import msgspec
 from common.errors import IncompatibleError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import BlockRef
-from kv_store.shards import Part, parts
+from kv_store.shards import CommonPart, parts
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def join_refs(ranks: Sequence[BlockRef]) -> BlockRef:
     )
 
 
-def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> list[Part]:
+def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> list[CommonPart]:
     """What we need of each rank of the peer.
 
     Raises `IncompatibleError` that names every field in which our blocks and the peer's differ, or the ranks that the

@@ -31,7 +31,7 @@ class Run:
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class CommonPart:
     """The layers and heads that our shard has in common with rank `rank` of another worker."""
 
     rank: int
@@ -77,7 +77,7 @@ def shard_of(whole: KVCacheSpec, tp_size: int, tp_rank: int, layers: range | Non
     return replace(shard, num_layers=len(layers), first_layer=layers.start, num_layers_of_whole=whole.num_layers_in_all)
 
 
-def parts(local: KVCacheSpec, remote: KVCacheSpec) -> list[Part]:
+def parts(local: KVCacheSpec, remote: KVCacheSpec) -> list[CommonPart]:
     """The parts of our blocks that each rank of the other worker holds, as far as that worker has our layers: all
     together, the parts are our whole blocks if it has all of our layers. Empty if it has none.
 
@@ -88,11 +88,11 @@ def parts(local: KVCacheSpec, remote: KVCacheSpec) -> list[Part]:
     if num_layers <= 0:
         return []
     first, end, size = local.heads.start, local.heads.stop, remote.num_kv_heads
-    found: list[Part] = []
+    found: list[CommonPart] = []
     for rank in range(first // size, -(-end // size)):
         begin, stop = max(first, rank * size), min(end, (rank + 1) * size)
         found.append(
-            Part(
+            CommonPart(
                 rank,
                 remote_head=begin - rank * size,
                 local_head=begin - first,
@@ -111,7 +111,7 @@ def degrees(spec: KVCacheSpec) -> list[int]:
     return [tp_size for tp_size in range(1, num_heads + 1) if num_heads % tp_size == 0]
 
 
-def sources_of(spec: KVCacheSpec, tp_size: int) -> list[tuple[Part, KVCacheSpec]]:
+def sources_of(spec: KVCacheSpec, tp_size: int) -> list[tuple[CommonPart, KVCacheSpec]]:
     """The ranks of a worker of degree `tp_size`, with the same layers, that hold heads of our blocks: which ones, and
     that rank's spec."""
     return [(part, _of_degree(spec, tp_size, part.rank)) for part in parts(spec, _of_degree(spec, tp_size, 0))]
@@ -127,7 +127,7 @@ def _of_degree(spec: KVCacheSpec, tp_size: int, tp_rank: int) -> KVCacheSpec:
     return replace(spec, num_kv_heads=spec.num_kv_heads_in_all // tp_size, tp_size=tp_size, tp_rank=tp_rank)
 
 
-def take_part(part: Part, local: KVCacheSpec, remote: KVCacheSpec, block: memoryview, into: memoryview) -> None:
+def take_part(part: CommonPart, local: KVCacheSpec, remote: KVCacheSpec, block: memoryview, into: memoryview) -> None:
     """Copies `part` from one whole block of the remote rank into ours."""
     ours, theirs = (
         np.frombuffer(data, np.uint8).reshape(spec.num_layers * spec.num_planes, spec.num_kv_heads, -1)
@@ -136,7 +136,7 @@ def take_part(part: Part, local: KVCacheSpec, remote: KVCacheSpec, block: memory
     ours[part.in_local(local)] = theirs[part.in_remote(remote)]
 
 
-def runs(part: Part, local: KVCacheSpec, remote: KVCacheSpec) -> list[Run]:
+def runs(part: CommonPart, local: KVCacheSpec, remote: KVCacheSpec) -> list[Run]:
     """The bytes of `part` in one block of each side, in order, as few runs as there can be."""
     head_bytes = local.head_bytes
     found: list[Run] = []

@@ -14,8 +14,8 @@ from common import metrics
 from common.errors import InvalidArgumentError, TransferError
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2
-from worker.announcements import MAX_PEER_BYTES, Announcements
 from worker.engine_stream import EngineStream
+from worker.published_blocks import MAX_PEER_BYTES, PublishedBlocks
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Borrowing:
         self._stream = stream
         self._peer = peer
         self._timeout_s = timeout_s
-        self._lent = Announcements("lent", ())
+        self._lent = PublishedBlocks("lent", ())
         self._asked: range = range(0)
         self._timer: asyncio.TimerHandle | None = None
         self._is_late = False
@@ -39,7 +39,7 @@ class Borrowing:
     def ask(self, needed: m.LoanNeeded) -> prefill_pb2.PrefillEvent:
         """The message that asks the decode worker."""
         self._asked = range(needed.first, needed.stop)
-        self._lent = Announcements("lent", self._asked)
+        self._lent = PublishedBlocks("lent", self._asked)
         self._stream.send(m.AddPeer(self._peer))
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up)
         wanted = prefill_pb2.BlocksWanted(first=needed.first, stop=needed.stop)
@@ -76,4 +76,4 @@ class Borrowing:
         unsaid = sorted(self._lent.due)
         metrics.worker_kv_blocks_lent.labels("failed").inc(len(unsaid))
         failure = f"the decode worker did not lend it within {self._timeout_s:g} s"
-        self._stream.send(m.BlocksAnnounced(self._stream.engine_id, [], unsaid, failure))
+        self._stream.send(m.RemoteBlocksPublished(self._stream.engine_id, [], unsaid, failure))

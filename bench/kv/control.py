@@ -135,7 +135,7 @@ def stages(results: Results, repeats: int) -> None:
     ready = prefill_pb2.BlocksReady(blocks=[convert.block_ref_message(ref) for ref in refs])
     wire = ready.SerializeToString()
     published = m.encode([m.BlocksPublished("request", refs, [], "", 0.0)])
-    announced = m.encode([m.BlocksAnnounced("request", refs)])
+    announced = m.encode([m.RemoteBlocksPublished("request", refs)])
     fetched = m.encode([m.BlocksFetched("request", indexes, [], "", 0, 0.0)])
     blocks = BlockManager(_STAGE_BLOCKS, BLOCK_SIZE, bytes(16))
     num_tokens = _STAGE_BLOCKS * BLOCK_SIZE
@@ -163,7 +163,7 @@ def stages(results: Results, repeats: int) -> None:
         "wire → decode front": lambda: [
             convert.block_ref(block) for block in prefill_pb2.BlocksReady.FromString(wire).blocks
         ],
-        "decode front → engine": lambda: m.encode([m.BlocksAnnounced("request", refs)]),
+        "decode front → engine": lambda: m.encode([m.RemoteBlocksPublished("request", refs)]),
         "decode engine takes in": lambda: m.decode_commands(announced),
         "allocated, held, let go, freed": own,
         "arrival told to the front": lambda: m.decode_events(fetched),

@@ -7,7 +7,7 @@ from engine.request import Request
 from kv_store.base import KVConnector, Lookup
 
 
-class Lookups:
+class PendingLookups:
     def __init__(self, store: KVConnector, blocks: BlockManager) -> None:
         self._store = store
         self._blocks = blocks

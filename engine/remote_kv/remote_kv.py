@@ -14,7 +14,7 @@ from engine import messages as m
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_tier import BlockCopy
 from engine.remote_kv.loans import Loans
-from engine.remote_kv.lookups import Lookups
+from engine.remote_kv.lookups import PendingLookups
 from engine.remote_kv.prefetches import Prefetches
 from engine.remote_kv.publications import Publish
 from engine.remote_kv.transfers import Transfers, WrittenBlock
@@ -59,9 +59,9 @@ class RemoteKV:
         clock: Callable[[], float],
         emit: Callable[[m.Event], None],
     ) -> None:
-        """`emit` takes the events for the front, in their order. The scheduler has `room`, the intake `lookups`."""
-        self.room = WaitingRoom(blocks, handoff_is_store=store is handoff)
-        self.lookups = Lookups(store, blocks)
+        """`emit` takes the events for the front, in their order. The scheduler has `room`, `Arrivals` `lookups`."""
+        self.waiting_room = WaitingRoom(blocks, handoff_is_store=store is handoff)
+        self.lookups = PendingLookups(store, blocks)
         self._transfers = Transfers(handoff, store, blocks, clock)
         self._loans = Loans(blocks)
         self._prefetches = Prefetches(blocks, store, self._transfers, emit)
@@ -79,30 +79,30 @@ class RemoteKV:
 
     def first_token(self, request_id: str) -> Request | None:
         """The prompt's first token is known. Returns the request to append it to; None if nobody waits for it."""
-        return self.room.first_token(request_id)
+        return self.waiting_room.first_token(request_id)
 
     def lease_ended(self, request_id: str, reason: str) -> None:
         """The prefill worker may reuse its blocks from now on."""
-        self.room.lease_ended(request_id, reason)
+        self.waiting_room.lease_ended(request_id, reason)
 
     def all_leases_ended(self, reason: str) -> None:
-        self.room.all_leases_ended(reason)
+        self.waiting_room.all_leases_ended(reason)
 
     def prefill_failed(self, request_id: str, reason: str) -> None:
         """No prefill worker brings anything more."""
-        self.room.failed(request_id, reason)
+        self.waiting_room.failed(request_id, reason)
 
     def release(self, request_id: str) -> None:
         """The lease on what the request published has ended."""
         self._transfers.release(request_id)
 
-    def announced(self, message: m.BlocksAnnounced) -> None:
-        self._transfers.fetch(message.request_id, self.room.announced(message.request_id, message.blocks))
-        self.room.not_published(message.request_id, message.failed_indexes, message.failure)
+    def published(self, message: m.RemoteBlocksPublished) -> None:
+        self._transfers.fetch(message.request_id, self.waiting_room.published(message.request_id, message.blocks))
+        self.waiting_room.not_published(message.request_id, message.failed_indexes, message.failure)
 
     def lend(self, request_id: str, first: int, stop: int) -> None:
         """Makes blocks of the prompt readable for the prefill worker that was asked for the rest of it."""
-        lent = self.room.lendable(request_id, first, stop)
+        lent = self.waiting_room.lendable(request_id, first, stop)
         if lent:
             self._loans.begin(request_id, lent)
             self._transfers.publish(request_id, lent)
@@ -152,7 +152,7 @@ class RemoteKV:
         become free then may still be written to by the step."""
         for request_id, overdue in self._transfers.overdue().items():
             fetched = [result for result in overdue.results if result.kind is TransferKind.FETCH]
-            if not self.room.replace_blocks(request_id, [(one.index, one.block_id) for one in fetched]):
+            if not self.waiting_room.replace_blocks(request_id, [(one.index, one.block_id) for one in fetched]):
                 continue
             news = _TransferNews()
             for result in overdue.results:
@@ -195,7 +195,7 @@ class RemoteKV:
 
     def start(self) -> None:
         """Carries out the effects of requests that the scheduler parked."""
-        effects = self.room.take_effects()
+        effects = self.waiting_room.take_effects()
         for fetch in effects.store_fetches:
             self._transfers.fetch_stored(fetch.request_id, fetch.blocks)
         for ask in effects.asks:
@@ -211,7 +211,7 @@ class RemoteKV:
 
     def take_settled(self) -> list[Settled]:
         """Requests whose wait is over, for the scheduler."""
-        settled = self.room.take_settled()
+        settled = self.waiting_room.take_settled()
         for one in settled:
             if one.request.mode is m.RequestMode.REMOTE and not one.starts_again:
                 self._emit(m.PrefillReceived(one.request.request_id, self._clock()))
@@ -228,9 +228,9 @@ class RemoteKV:
         if not (news.arrived or news.fetch_lost):
             return
         arrived, lost, failure = [], news.fetch_lost, news.failure
-        self.room.lost(request_id, lost, failure)
+        self.waiting_room.lost(request_id, lost, failure)
         for index in news.arrived:
-            if reason := self.room.arrived(request_id, index):
+            if reason := self.waiting_room.arrived(request_id, index):
                 lost, failure = [*lost, index], failure or reason
             else:
                 arrived.append(index)

@@ -175,7 +175,7 @@ class WaitingRoom:
 
     # ---------------------------------------------------------------------------------------------- events
 
-    def announced(self, request_id: str, refs: Sequence[BlockRef]) -> list[FetchBlock]:
+    def published(self, request_id: str, refs: Sequence[BlockRef]) -> list[FetchBlock]:
         """Blocks became readable at another worker. Returns which to fetch, and whereto; hold them meanwhile.
 
         A block under another name than this prompt's own is lost: a store would bring another prompt's bytes for it.

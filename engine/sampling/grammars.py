@@ -112,7 +112,7 @@ class Answered:
     grpc_code: str = InvalidArgumentError.grpc_code  # of the failure
 
 
-class Grammars:
+class PendingGrammars:
     """Requests whose grammars are being compiled. Only the engine's thread may call it."""
 
     def __init__(self, compiler: Compiler, clock: Callable[[], float], wake: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ class EqualPrompts:
     def __init__(self, blocks: BlockManager, room: WaitingRoom) -> None:
         self._cache = blocks.cache
         self._block_size = blocks.block_size
-        self._room = room
+        self._waiting_room = room
 
     def next_blocks(self, running: Iterable[Request]) -> Mapping[bytes, int]:
         """Blocks that no cache holds yet and that the next steps of running prompts complete: index by name."""
@@ -39,7 +39,7 @@ class EqualPrompts:
         if request.needs_every_token or not self._cache.is_enabled:
             return False
         is_newcomer = request.status is RequestStatus.WAITING
-        if is_newcomer and self._room.follows_only(request):
+        if is_newcomer and self._waiting_room.follows_only(request):
             return True
         if is_newcomer and request.mode is RequestMode.REMOTE:
             return False  # a prefill worker computes what it lacks

@@ -36,7 +36,7 @@ class Scheduler:
         self.config = config
         self.blocks = blocks
         self.requests: dict[str, Request] = {}  # every request that is not finished, or that is leased
-        self._room = room  # parked: WAITING_FOR_REMOTE_KV
+        self._waiting_room = room  # parked: WAITING_FOR_REMOTE_KV
         self._equal_prompts = EqualPrompts(blocks, room)
         self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
         self._running: list[Request] = []  # in the order of admission
@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._room)
+        return len(self._running) + len(self._waiting_room)
 
     @property
     def num_waiting(self) -> int:
@@ -212,7 +212,7 @@ class Scheduler:
         if request.scheduled_time is None:
             request.scheduled_time = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if request.status is RequestStatus.WAITING and self._room.park(request):
+        if request.status is RequestStatus.WAITING and self._waiting_room.park(request):
             return True
         request.status = RequestStatus.RUNNING
         self._running.append(request)
@@ -296,7 +296,7 @@ class Scheduler:
             self.blocks.write_back.offer(request)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        self._room.leave(request)
+        self._waiting_room.leave(request)
         if request in self._running:
             self._running.remove(request)
         elif request in self._waiting:
@@ -309,4 +309,4 @@ class Scheduler:
 
     def check_integrity(self) -> list[str]:
         """What is wrong with blocks or queues; empty if nothing is."""
-        return problems(self.requests, [*self._waiting, *self._running], self._room, self.blocks)
+        return problems(self.requests, [*self._waiting, *self._running], self._waiting_room, self.blocks)

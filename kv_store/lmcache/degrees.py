@@ -18,14 +18,14 @@ from common.types import KVCacheSpec
 from kv_store.lmcache.client import LMCacheClient
 from kv_store.lmcache.groups import Bytes, Group, GroupLayout, find_group
 from kv_store.lmcache.marks import Marks
-from kv_store.shards import Part, degrees, sources_of, take_part
+from kv_store.shards import CommonPart, degrees, sources_of, take_part
 
 
 @dataclass(slots=True, frozen=True)
 class _Source:
     """One rank, and what we need of its blocks."""
 
-    part: Part
+    part: CommonPart
     spec: KVCacheSpec
     layout: GroupLayout
 

@@ -35,7 +35,7 @@ from kv_store.nixl.agent import Read, ReadingAgent, ServedMemory
 from kv_store.nixl.publish import ReadReport
 from kv_store.peers import PeerInfo
 from kv_store.results import ResultQueue, fetched
-from kv_store.shards import Part, runs
+from kv_store.shards import CommonPart, runs
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _FORGET_INTERVAL_S = 1.0
 @dataclass(slots=True, eq=False)
 class Peer:
     info: PeerInfo
-    sources: list[tuple[Part, ServedMemory]]  # the ranks that hold something of ours
+    sources: list[tuple[CommonPart, ServedMemory]]  # the ranks that hold something of ours
     is_lost: bool = False  # a read failed; until the peer is added again, so do all others, at once
     num_reads: int = 0  # in flight
     used_at: float = field(default_factory=time.monotonic)  # added or fetched from
@@ -116,7 +116,7 @@ class Fetcher:
         self._thread = threading.Thread(target=self._run, name="kv-nixl-fetch", daemon=True)
         self._thread.start()
 
-    def add_peer(self, info: PeerInfo, sources: list[tuple[Part, ServedMemory]]) -> None:
+    def add_peer(self, info: PeerInfo, sources: list[tuple[CommonPart, ServedMemory]]) -> None:
         """Begins to connect. Adding the peer again after a failed read allows further reads. Call it for each request:
         a peer that was neither added nor read from for `PEER_KEEP_S` is forgotten."""
         with self._peers_lock:
@@ -225,7 +225,7 @@ class Fetcher:
             log.exception("reading KV blocks failed")
             self._fail(flight, f"{type(failure).__name__}: {failure}")
 
-    def _positions(self, part: Part, memory: ServedMemory, blocks: list[FetchBlock]) -> tuple[list[int], bytes]:
+    def _positions(self, part: CommonPart, memory: ServedMemory, blocks: list[FetchBlock]) -> tuple[list[int], bytes]:
         """The blocks' positions in the memory that a rank of the peer serves, and the report for that rank when they
         have been read."""
         if not memory.is_staging:

@@ -19,6 +19,7 @@ import torch
 from common import metrics
 from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
+from kv_store.background_work import BackgroundWork
 from kv_store.base import (
     BlockRef,
     ConnectorConfig,
@@ -31,7 +32,6 @@ from kv_store.base import (
     TransferResult,
 )
 from kv_store.cache_view import CacheView
-from kv_store.chores import Chores
 from kv_store.failures import Failures
 from kv_store.fair_queue import FairQueue
 from kv_store.host_copy import HostCopy
@@ -96,7 +96,7 @@ class SharedStorageConnector(KVConnector):
         self._view = CacheView(cache, spec)
         self._files = ShardedFiles(self._kv_dir, spec, self._clock)
         self._results = ResultQueue(wake)
-        self._chores = Chores(wake)
+        self._background = BackgroundWork(wake)
         self._slice_blocks = min(max(1, RUN_BYTES // spec.block_bytes), MAX_BLOCKS)
         if self._limit_bytes is not None:
             self._space = StoreSpace(self._kv_dir, self._clock, self._limit_bytes, self._queue.recheck)
@@ -105,7 +105,7 @@ class SharedStorageConnector(KVConnector):
             thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._threads += [*self._lookups.run(wake), self._watch.start(), self._chores.start()]
+        self._threads += [*self._lookups.run(wake), self._watch.start(), self._background.start()]
 
     def describe(self) -> bytes:
         return b""
@@ -129,7 +129,7 @@ class SharedStorageConnector(KVConnector):
         return len(block_hashes), None
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        self._chores.add(lambda: self._files.own.touch(block_hashes))
+        self._background.add(lambda: self._files.own.touch(block_hashes))
 
     def evict(self, block_hashes: Sequence[bytes]) -> Eviction:
         eviction = Eviction()
@@ -143,7 +143,7 @@ class SharedStorageConnector(KVConnector):
             finally:
                 eviction.num_blocks = num_blocks
 
-        return eviction if self._chores.add(forget) else Eviction(0, "kv_dir hangs")
+        return eviction if self._background.add(forget) else Eviction(0, "kv_dir hangs")
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
         self._start(Job(job_id, TransferKind.PUBLISH, math.inf, self._view.mark()), blocks)
@@ -164,7 +164,7 @@ class SharedStorageConnector(KVConnector):
     def close(self) -> None:
         self._queue.close()
         self._lookups.close()
-        self._chores.close()
+        self._background.close()
         self._watch.close()
         if self._space is not None and not self._space.close(_JOIN_TIMEOUT_S):
             log.warning("the cleaner still waits for the file system")

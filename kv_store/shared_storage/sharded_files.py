@@ -18,7 +18,7 @@ import numpy as np
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
-from kv_store.shards import Part, degrees, sources_of, take_part
+from kv_store.shards import CommonPart, degrees, sources_of, take_part
 from kv_store.shared_storage.block_files import BlockFiles
 from kv_store.shared_storage.file_clock import FileClock
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class _Source:
     """One rank of another degree, and what we need of its blocks."""
 
-    part: Part
+    part: CommonPart
     spec: KVCacheSpec
     files: BlockFiles
 

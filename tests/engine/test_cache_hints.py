@@ -142,9 +142,9 @@ def test_a_store_that_hangs_has_its_time(tmp_path: Path) -> None:
     connector = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path)}, epoch="e", worker_id="w"))
     core, _ = make_core(connector=connector)
     go_on = threading.Event()
-    connector._chores.add(lambda: go_on.wait(PATIENCE_S) and None)
+    connector._background.add(lambda: go_on.wait(PATIENCE_S) and None)
     assert "did not answer" in hint(core, m.CacheAction.EVICT, names()).failure
-    while connector._chores.add(lambda: None):
+    while connector._background.add(lambda: None):
         pass
     assert "hangs" in hint(core, m.CacheAction.EVICT, names()).failure
     go_on.set()

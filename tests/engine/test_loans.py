@@ -58,7 +58,7 @@ class LendingPair(Pair):
                 case m.BlocksPublished(request_id, refs, failed, failure):
                     refs = self.alter(list(refs))
                     self.lent.setdefault(request_id, []).extend(refs)
-                    self.prefill.handle(m.BlocksAnnounced(request_id, refs, failed, failure))
+                    self.prefill.handle(m.RemoteBlocksPublished(request_id, refs, failed, failure))
                 case m.PrefillReceived(request_id):
                     self.prefill.handle(m.Release(request_id))
                     self.decode.handle(m.EndLoan(request_id))
@@ -79,7 +79,7 @@ class LendingPair(Pair):
                 case m.BlocksFetched(indexes=indexes):
                     self.read += indexes
                 case m.BlocksPublished(request_id, refs, failed, failure):
-                    self.decode.handle(m.BlocksAnnounced(request_id, refs, failed, failure))
+                    self.decode.handle(m.RemoteBlocksPublished(request_id, refs, failed, failure))
                 case m.TokensGenerated(request_id=request_id, tokens=[token]):
                     self.cached[request_id] = event.num_cached_tokens
                     self.answers.setdefault(request_id, []).append(token.token_id)
@@ -250,7 +250,7 @@ def test_blocks_that_are_not_lent_are_computed() -> None:
     pair.add("second", SECOND_PROMPT)
     quiet(pair)
     assert "second" not in pair.answers
-    pair.prefill.handle(m.BlocksAnnounced("second", [], [*LENT], "not within 10 s"))
+    pair.prefill.handle(m.RemoteBlocksPublished("second", [], [*LENT], "not within 10 s"))
     pair.run()
     assert pair.num_prefilled == len(SECOND_PROMPT) - NUM_PROMPT_BLOCKS * BLOCK_SIZE
     pair.assert_second_turn()

@@ -103,7 +103,7 @@ class Pair:
                         first, second, *rest = refs
                         index = first.index
                         refs = [replace(first, index=second.index), replace(second, index=index), *rest]
-                    self.decode.handle(m.BlocksAnnounced(request_id, refs, failed, failure))
+                    self.decode.handle(m.RemoteBlocksPublished(request_id, refs, failed, failure))
                 case m.TokensGenerated(request_id=request_id, tokens=[token]):
                     self.answers.setdefault(request_id, []).append(token.token_id)
                     self.decode.handle(m.RemoteFirstToken(request_id, token))
@@ -262,7 +262,7 @@ def test_blocks_announced_twice_or_never_asked_for_are_fetched_once_or_not_at_al
     names = [pair.decode.blocks.cache.name_in_prompt(request, index) for index in range(6)]
     refs = [BlockRef(index=index, block_hash=names[index], peer="nobody") for index in (0, 0, 5, 5)]
     refs += [BlockRef(index=index, block_hash=names[0], peer="nobody") for index in (6, 2**32 - 1, 2**63, -1)]
-    pair.decode.handle(m.BlocksAnnounced("a", refs, [6, 2**64, -1], "odd"))
+    pair.decode.handle(m.RemoteBlocksPublished("a", refs, [6, 2**64, -1], "odd"))
     pair.decode.take_in_transfers()
     (fetched,) = [event for event in pair.decode.take_events() if isinstance(event, m.BlocksFetched)]
     assert sorted(fetched.failed_indexes) == [0, 5]

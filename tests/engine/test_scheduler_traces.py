@@ -33,7 +33,7 @@ class Script:
         self.lines: list[str] = []
         self.time = 0.0
         self.scheduler: Scheduler | None = None
-        self.room: WaitingRoom
+        self.waiting_room: WaitingRoom
 
     def run(self, text: str) -> str:
         for line in text.splitlines():
@@ -68,8 +68,8 @@ class Script:
             preemption_mode=options.get("preemption", "recompute"),  # type: ignore[arg-type] # a word of the trace
             announce=options.get("announce", "chunk"),  # type: ignore[arg-type] # likewise
         )
-        self.room = WaitingRoom(blocks)
-        self.scheduler = Scheduler(config, blocks, self.room)
+        self.waiting_room = WaitingRoom(blocks)
+        self.scheduler = Scheduler(config, blocks, self.waiting_room)
 
     def do_add(self, name: str, **options: str) -> None:
         first, last = map(int, options["prompt"].split(".."))
@@ -121,7 +121,7 @@ class Script:
         ]
         parts += [f"preempt {request.request_id}" for request in output.preempted]
         parts += [f"{kind} {count}" for kind, count in Counter(copy.kind for copy in output.host_copies).items()]
-        effects = self.room.take_effects()
+        effects = self.waiting_room.take_effects()
         parts += [f"ask prefill for {ask.request_id} from block {ask.first_block}" for ask in effects.asks]
         for fetch in effects.store_fetches:
             parts.append(f"fetch {[block.ref.index for block in fetch.blocks]} of {fetch.request_id} from the store")
@@ -138,31 +138,31 @@ class Script:
         request, name_of = self.scheduler.requests.get(name), self.scheduler.blocks.cache.name_in_prompt
         names = [name_of(request, index) if request else b"" for index in range(last)]
         refs = [BlockRef(index=index, block_hash=names[index]) for index in range(first, last)]
-        self.say(f"fetch {[block.ref.index for block in self.room.announced(name, refs)]}")
+        self.say(f"fetch {[block.ref.index for block in self.waiting_room.published(name, refs)]}")
 
     def do_arrive(self, name: str, **options: str) -> None:
         first, last = map(int, options["blocks"].split(".."))
         for index in range(first, last):
-            self.room.arrived(name, index)
+            self.waiting_room.arrived(name, index)
         self._settle()
 
     def do_lose(self, name: str, **options: str) -> None:
-        self.room.lost(name, [int(options["block"])], "lost in the trace")
+        self.waiting_room.lost(name, [int(options["block"])], "lost in the trace")
         self._settle()
 
     def do_first_token(self, name: str) -> None:
         assert self.scheduler is not None
-        if request := self.room.first_token(name):
+        if request := self.waiting_room.first_token(name):
             self.scheduler.append(request, SampledToken(0))
         self._settle()
 
     def do_prefill_dies(self, name: str) -> None:
-        self.room.failed(name, "prefill died")
+        self.waiting_room.failed(name, "prefill died")
         self._settle()
 
     def _settle(self) -> None:
         assert self.scheduler is not None
-        for settled in self.room.take_settled():
+        for settled in self.waiting_room.take_settled():
             request = settled.request
             self.scheduler.take_back(request)
             name = request.request_id

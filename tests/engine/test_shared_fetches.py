@@ -415,7 +415,7 @@ def test_any_order_of_events_gives_the_reference_answers(
             case "hang":
                 slow.hang(number)
             case "not published":  # by another prefill worker, which was asked after the first one had announced some
-                pair.decode.handle(m.BlocksAnnounced(name, [], [number % 11], "disk full"))
+                pair.decode.handle(m.RemoteBlocksPublished(name, [], [number % 11], "disk full"))
             case "cancel":
                 cancelled.add(name)
                 pair.decode.handle(m.Release(name))

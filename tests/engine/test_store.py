@@ -38,7 +38,7 @@ PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
 
 @pytest.fixture(autouse=True)
 def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookups end when they know, however slow this machine is."""
+    """PendingLookups end when they know, however slow this machine is."""
     monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", PATIENCE_S)
 
 

@@ -196,15 +196,15 @@ class FakeEngine:
                 self._emit(m.BlocksPublished(request_id, self._refs(range(first, stop)), [], "", 0.001))
             case m.EndLoan(request_id):
                 self._loans.discard(request_id)
-            case m.BlocksAnnounced(_, blocks, failed_indexes) if request and request.unlent:
+            case m.RemoteBlocksPublished(_, blocks, failed_indexes) if request and request.unlent:
                 if arrived := [ref.index for ref in blocks]:
                     self._emit(m.BlocksFetched(command.request_id, arrived, [], "", 64 * len(arrived), 0.001))
                 request.unlent -= {*arrived, *failed_indexes}
                 if not request.unlent:
                     self._later(0.0, command.request_id, lambda: self._prefill(request))
-            case m.BlocksAnnounced() | m.RemoteFirstToken() if request and request.script.ignores_prefill:
+            case m.RemoteBlocksPublished() | m.RemoteFirstToken() if request and request.script.ignores_prefill:
                 pass
-            case m.BlocksAnnounced() if request:
+            case m.RemoteBlocksPublished() if request:
                 fetched = [ref.index for ref in command.blocks if ref.index in request.awaited]
                 lost = [index for index in fetched if index in request.script.lost]
                 arrived = [index for index in fetched if index not in lost]

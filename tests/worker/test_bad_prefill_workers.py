@@ -34,7 +34,7 @@ LIES: dict[str, list[prefill_pb2.PrefillEvent]] = {
     "accepted.peer: 2097152 bytes": [Event(accepted=prefill_pb2.PrefillAccepted(peer=bytes(2 << 20)))],
     "blocks_ready.blocks: block 2 was not asked for": [blocks(Ref(index=2))],
     "blocks_ready.blocks: block 4294967295 was not": [blocks(Ref(index=2**32 - 1))],
-    "or was announced before": [blocks(Ref(index=0)), blocks(Ref(index=0))],
+    "or was published before": [blocks(Ref(index=0)), blocks(Ref(index=0))],
     "blocks_ready.failed_indexes: block 4294967295": [blocks(failed_indexes=[2**32 - 1])],
     "too many checksums": [blocks(Ref(index=0, checksums=[0] * 5000))],
     "the name of its peer": [blocks(Ref(index=0, peer="x" * 5000))],
@@ -107,7 +107,7 @@ async def test_a_lie_ends_the_lie_tellers_stream_alone(
     assert any(words in failure for failure in failures)
     assert honest.num_asked == (0 if words == "first_token: came twice" else 1)  # nobody is asked for a second one
     assert not worker.process.done()
-    assert (await worker.status()).integrity.count("BlocksAnnounced") == (1 if "before" in words else 0)
+    assert (await worker.status()).integrity.count("RemoteBlocksPublished") == (1 if "before" in words else 0)
 
 
 async def test_a_full_prefill_worker_is_followed_by_the_next_and_then_by_ourselves(start_worker: StartWorker) -> None:

@@ -55,7 +55,7 @@ async def test_what_nobody_takes_is_cut(decode: Front, monkeypatch: pytest.Monke
 async def test_a_prefill_worker_waits_for_its_leases(prefill: Front, decode: Front) -> None:
     call = decode.decode.Decode(request_of(PROMPT, [prefill], Script(fetch_s=0.5)))
     await read(call, num_tokens=1)
-    await until(lambda: decode.told("BlocksAnnounced"), "blocks are being fetched")
+    await until(lambda: decode.told("RemoteBlocksPublished"), "blocks are being fetched")
     await prefill.drain(30)
     await asyncio.sleep(0.1)
     assert not prefill.task.done()

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from protos.baton.v1 import prefill_pb2
-from tests.garbage import left_of_requests, old_objects_are_left_out, only_collected
+from tests.cyclic_garbage import left_of_requests, old_objects_are_left_out, only_collected
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, read, request_of

@@ -131,7 +131,7 @@ async def test_the_first_one_goes_on_if_it_gives_something_before_the_second(dec
     assert (told.report.num_hedges, told.report.num_hedges_won) == (1, 0)
     assert (told.report.prefill_worker, told.blamed) == (late.address, [])
     assert len(decode.told("RemoteFirstToken")) == 1
-    indexes = [ref["index"] for command in decode.told("BlocksAnnounced") for ref in command["blocks"]]
+    indexes = [ref["index"] for command in decode.told("RemoteBlocksPublished") for ref in command["blocks"]]
     assert sorted(indexes) == list(range(NUM_BLOCKS))  # of one worker
     await decode.settled()
 
@@ -145,7 +145,7 @@ async def test_what_both_give_at_once_counts_once(decode: Front) -> None:
         told = await read(call)
         await until(lambda: all(worker.has_ended for worker in workers), "both streams have ended")
     assert told.token_ids == answer_to(PROMPT, 5)
-    assert len(decode.told("RemoteFirstToken")) == len(decode.told("BlocksAnnounced")) == 1
+    assert len(decode.told("RemoteFirstToken")) == len(decode.told("RemoteBlocksPublished")) == 1
     await decode.settled()
 
 
@@ -157,7 +157,7 @@ async def test_who_has_given_a_block_is_not_late(decode: Front, monkeypatch: pyt
     ) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:
         if timeout != LATE_S:
             return await asyncio.wait(tasks, timeout=timeout, **options)
-        await until(lambda: decode.told("BlocksAnnounced"), "a block")  # on any machine it is here in time
+        await until(lambda: decode.told("RemoteBlocksPublished"), "a block")  # on any machine it is here in time
         time_is_over.set()
         return set(), set(tasks)
 

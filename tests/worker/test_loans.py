@@ -26,7 +26,7 @@ async def test_a_prefill_worker_is_lent_what_it_lacks(prefill: Front, decode: Fr
     told = await read(decode.decode.Decode(request_of(PROMPT, [prefill], SCRIPT)))
     assert told.token_ids == answer_to(PROMPT, 5)
     assert (told.report.num_blocks_lent, told.report.num_blocks_moved) == (NUM_CACHED, NUM_BLOCKS - NUM_CACHED)
-    (lent,) = prefill.told("BlocksAnnounced")
+    (lent,) = prefill.told("RemoteBlocksPublished")
     assert [ref["index"] for ref in lent["blocks"]] == [0, 1]
     (peer,) = prefill.told("AddPeer")
     assert peer["peer"] == "ZmFrZQ=="  # b"fake"
@@ -38,7 +38,7 @@ async def test_a_decode_worker_that_does_not_answer_is_not_waited_for(decode: Fr
     script = Script(num_cached=NUM_CACHED, lends_nothing=True)
     async with front(WorkerRole.PREFILL, tmp_path / "patient", transfer_timeout_s=0.2) as prefill:
         told = await read(decode.decode.Decode(request_of(PROMPT, [prefill], script)))
-        (given_up,) = prefill.told("BlocksAnnounced")
+        (given_up,) = prefill.told("RemoteBlocksPublished")
         await prefill.settled()
     assert told.token_ids == answer_to(PROMPT, 5)
     assert (told.report.num_blocks_lent, told.report.fallback_reason) == (0, "")
@@ -105,7 +105,7 @@ async def test_who_lends_nonsense_loses_its_stream(prefill: Front, lie: str) -> 
         await _read_to_end(call)
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (failed.value.details() or "").startswith("lent: ")
-    assert not prefill.told("BlocksAnnounced")
+    assert not prefill.told("RemoteBlocksPublished")
     await prefill.settled()
 
 

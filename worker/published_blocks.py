@@ -1,6 +1,6 @@
-"""Checks another worker's announcements: each block that is due is announced once. Anything else is a `TransferError`,
-raised before the engine, which other requests share, has seen it. The engine compares the blocks' names: it has those
-of the prompt (`engine.remote_kv`)."""
+"""Checks which blocks another worker says that it published: each block that is due, once. Anything else is a
+`TransferError`, raised before the engine, which other requests share, has seen the message. The engine compares the
+blocks' names with those of the prompt (`engine.remote_kv`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_NUMBERS = 4096  # of one reference: a checksum for each KV head, a slot for 
 MAX_FAILURE_CHARS = 500
 
 
-class Announcements:
-    """Takes in announcements of the blocks `due`. `field` names the message in errors."""
+class PublishedBlocks:
+    """Takes in messages about the blocks `due`. `field` names the message in errors."""
 
     def __init__(self, field: str, due: Iterable[int]) -> None:
         self.due = set(due)  # blocks that nothing has been said of
         self._field = field
 
-    def take_in(self, engine_id: str, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
+    def take_in(self, engine_id: str, ready: prefill_pb2.BlocksReady) -> m.RemoteBlocksPublished:
         """Raises `TransferError`."""
         blocks = f"{self._field}.blocks"
         for block in ready.blocks:
@@ -36,9 +36,9 @@ class Announcements:
         for index in ready.failed_indexes:
             self._take(index, f"{self._field}.failed_indexes")
         refs = [convert.block_ref(block) for block in ready.blocks]
-        return m.BlocksAnnounced(engine_id, refs, list(ready.failed_indexes), ready.failure[:MAX_FAILURE_CHARS])
+        return m.RemoteBlocksPublished(engine_id, refs, list(ready.failed_indexes), ready.failure[:MAX_FAILURE_CHARS])
 
     def _take(self, index: int, field: str) -> None:
         if index not in self.due:
-            raise TransferError(f"{field}: block {index} was not asked for, or was announced before")
+            raise TransferError(f"{field}: block {index} was not asked for, or was published before")
         self.due.remove(index)
