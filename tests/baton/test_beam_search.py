@@ -16,9 +16,9 @@ from baton import LLM, BeamSearchParams, SamplingParams
 from common.beam_search import BeamSearch
 from common.errors import BatonError, InvalidArgumentError
 from common.types import FinishReason, TokenLogprob
-from tests.baton.fake_router import fake_router
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
+from tests.support.fake_router import fake_router
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "torch", "num_threads": 1, "num_blocks": 128, "block_size": 4}
 PROMPTS = [random_prompt(random.Random(number), length) for number, length in enumerate((30, 3))]

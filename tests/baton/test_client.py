@@ -31,7 +31,7 @@ from common.errors import (
 )
 from common.types import FinishReason, SampledToken, TokenLogprob, WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2
-from tests.baton.fake_router import FakeRouter, fake_router
+from tests.support.fake_router import FakeRouter, fake_router
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from baton.client.report import Usage
 from common.errors import InvalidArgumentError, UnavailableError
 from common.types import FinishReason
 from protos.baton.v1 import embed_pb2, inference_pb2, router_pb2
-from tests.baton.fake_router import FakeRouter, fake_router
+from tests.support.fake_router import FakeRouter, fake_router
 
 TOOL = Tool("f", "Does it", {"type": "object", "properties": {"x": {"type": "integer"}}})
 CALL = ToolCall("c1", "f", '{"x": 1}')

@@ -21,11 +21,11 @@ from common.errors import ConfigError, InvalidArgumentError, UnavailableError
 from common.sampling import parameters
 from engine import messages as m
 from router.api.rest.openai.chat_messages import ChatMessage, ContentPart, conversation_of
-from tests.baton.fake_router import fake_router
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.router.chat_templates import HERMES
 from tests.router.test_every_parameter import LIMITS, example, sent
 from tests.router.tiny_tokenizer import eos_id, ids_of, tiny_tokenizer
+from tests.support.fake_router import fake_router
 from text.conversation import Tools
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "torch", "num_threads": 1, "num_blocks": 64, "block_size": 16}

@@ -14,7 +14,7 @@ from bench.routing import figures, replay
 from bench.routing_requests import BLOCK_SIZE, Request, make_chats, num_distinct_blocks, read_trace
 from common.errors import ConfigError
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.router.fake_worker import Context
+from tests.support.fake_worker import Context
 
 ENTRIES = [(1024, [1, 2]), (1500, [1, 2, 3]), (90_000, [4] * 176), (1024, [5, 2])]  # input_length, hash_ids
 

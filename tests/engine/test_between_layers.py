@@ -22,9 +22,9 @@ from engine.sampling.draws import draw
 from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import run, tokens_of
 from tests.engine.kernels.variants import VARIANTS
 from tests.engine.tiny_models import FAMILIES, make_model, make_runner
+from tests.support.fake_device import run, tokens_of
 from tools.small_models import VARIATIONS, build, save, small_config
 
 FAMILY_NAMES = ("llama", "gemma3", "qwen3_moe")

@@ -20,8 +20,8 @@ from kv_store.base import ConnectorConfig, Eviction
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage.connector import SharedStorageConnector
 from tests.engine import test_store
-from tests.engine.fakes import PATIENCE_S, SPEC, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.test_block_manager import make_request
+from tests.support.fake_device import PATIENCE_S, SPEC, add, assert_idle, make_core, reference, run, tokens_of
 
 PROMPT = list(range(22))  # five full blocks
 

@@ -10,7 +10,7 @@ from common.block_hash import block_hashes
 from common.sampling import SamplingParams
 from common.types import FinishReason
 from engine import messages as m
-from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
+from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 prompts = st.lists(st.integers(0, 20), min_size=1, max_size=30)
 

@@ -13,7 +13,7 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.request import RequestStatus
 from engine.step import StepInput, StepRow, shape_of
-from tests.engine.fakes import VOCAB_SIZE, add, assert_idle, make_core, run
+from tests.support.fake_device import VOCAB_SIZE, add, assert_idle, make_core, run
 
 PARAMS = (
     SamplingParams(temperature=0.0),

@@ -12,10 +12,10 @@ import torch
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from tests.engine.fakes import add, assert_idle, make_core, run, tokens_of
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine, params, prompts
 from tests.engine.test_model_families import greedy_of_transformers, model
+from tests.support.fake_device import add, assert_idle, make_core, run, tokens_of
 
 FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3", "mistral", "qwen3_moe"))]
 

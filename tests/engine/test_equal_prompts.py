@@ -7,8 +7,8 @@ import pytest
 from engine import messages as m
 from engine.core import EngineCore
 from engine.scheduling.schedule import SchedulerOutput
-from tests.engine.fakes import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.test_shared_fetches import make_slow_pair
+from tests.support.fake_device import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 
 PROMPT_BLOCKS = 21
 PROMPT = list(range((PROMPT_BLOCKS - 1) * BLOCK_SIZE + 2))  # a tail of two tokens

@@ -34,9 +34,9 @@ from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.chaos.tiny_model import write_tiny_model
 from tests.common.test_grammar_process import HOSTILE
-from tests.engine.fakes import BLOCK_SIZE, FakeDevice, assert_idle, next_token, run, tokens_of
 from tests.integration.schemas import schemas
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, tokenizer_files, vocab_size
+from tests.support.fake_device import BLOCK_SIZE, FakeDevice, assert_idle, next_token, run, tokens_of
 from text.thought import Thought, after_thought
 
 SCHEMA = {

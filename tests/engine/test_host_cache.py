@@ -8,7 +8,7 @@ import torch
 from common.config import EngineSettings
 from common.errors import StartupError
 from engine.local.host_cache import allocate_host_cache
-from tests.engine.fakes import SPEC
+from tests.support.fake_device import SPEC
 
 CPU = torch.device("cpu")
 GIB = 2**30

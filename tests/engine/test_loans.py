@@ -15,9 +15,9 @@ from engine import messages as m
 from engine.blocks.counts import CacheCounts
 from kv_store.base import BlockRef, ConnectorConfig
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.test_remote_kv import GREEDY, Pair
 from tests.engine.test_shared_fetches import HeedlessMemory, SlowMemory
+from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 FIRST_PROMPT = list(range(10))  # two full blocks, and a tail
 NUM_ANSWER_TOKENS = 12

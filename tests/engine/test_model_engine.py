@@ -15,10 +15,10 @@ from engine.local.device import LocalDevice
 from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import best_and_slow_others, torch_best_and_slow_others
 from tests.engine.test_model_families import VARIATIONS, greedy_of_transformers, model
 from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
+from tests.support.fake_device import add, assert_idle, run, tokens_of
 
 _SWAPPED = ("llama", "gemma3")  # what is swapped differs by its layers' windows alone
 

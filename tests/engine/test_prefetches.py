@@ -12,8 +12,8 @@ from engine.remote_kv import prefetches
 from engine.remote_kv.prefetches import GROUP_BLOCKS, MAX_WAITING, TIMEOUT_S, TOO_MANY
 from kv_store.base import ConnectorConfig, FetchBlock, Lookup, TransferKind, TransferResult
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import make_core
 from tests.engine.test_cache_hints import names
+from tests.support.fake_device import make_core
 
 LONG = [token % 90 for token in range(64 * 4 + 1)]
 OTHER = [(7 * token + 5) % 90 for token in range(78 * 4)]

@@ -14,11 +14,11 @@ from common.types import SampledToken
 from engine import messages as m
 from engine.local import scores as local_scores
 from engine.sampling import prompt_scores
-from tests.engine.fakes import add, assert_idle, make_core, run, tokens_of
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine, params, prompts
 from tests.engine.test_model_families import model
 from tests.engine.tiny_models import VOCAB_SIZE, expected_logprobs
+from tests.support.fake_device import add, assert_idle, make_core, run, tokens_of
 
 FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3", "mistral", "qwen3_moe"))]
 TOLERANCE = 1e-4

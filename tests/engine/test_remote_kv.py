@@ -16,7 +16,7 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from kv_store.base import BlockRef, LocalBlock
-from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
+from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

@@ -9,8 +9,8 @@ from engine import messages as m
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.retention import Retention
 from engine.request import Request
-from tests.engine.fakes import add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.test_block_manager import ROOT, computed, make_request
+from tests.support.fake_device import add, assert_idle, make_core, reference, run, tokens_of
 
 A, B = list(range(8)), list(range(20, 28))  # two full blocks of four tokens each
 

@@ -14,8 +14,8 @@ from engine import messages as m
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock, TransferKind, TransferResult
 from kv_store.memory import MemoryConnector
 from kv_store.results import fetched
-from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.test_remote_kv import GREEDY, Pair
+from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 PROMPT = list(range(42))  # ten full blocks and a tail of two tokens
 

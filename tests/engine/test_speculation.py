@@ -22,7 +22,7 @@ from engine.speculation.record import PROBE_STEPS, DraftRecord
 from engine.speculation.speculation import Speculation
 from engine.speculation.step_cost import cost_by_rows, free_rows
 from tests.common.test_batch_time import KEY
-from tests.engine.fakes import (
+from tests.support.fake_device import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     add,

@@ -19,12 +19,12 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.local.device import LocalDevice
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
-from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine
 from tests.engine.test_model_families import greedy_of_transformers, model
 from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE, expected_logprobs_of_all, make_model
 from tests.router.tiny_tokenizer import tokenizer_files
+from tests.support.fake_device import add, assert_idle, run, tokens_of
 
 QUICK = ("llama", "mistral", "gemma2")
 

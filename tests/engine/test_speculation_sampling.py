@@ -22,9 +22,9 @@ from engine.speculation.speculation import Drafter
 from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import BLOCK_SIZE, FakeDevice, assert_idle, run
 from tests.engine.test_guided_text import GUIDED, Engine, RandomDevice
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
+from tests.support.fake_device import BLOCK_SIZE, FakeDevice, assert_idle, run
 
 PROMPT = list(range(5, 26))
 

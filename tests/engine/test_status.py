@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from engine.integrity import CHECK_SHARE, MAX_AGE_S, IntegrityReport
-from tests.engine.fakes import add, make_core
+from tests.support.fake_device import add, make_core
 
 
 def num_lines_run(function: Callable[[], object]) -> int:

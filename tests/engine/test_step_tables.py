@@ -30,9 +30,9 @@ from engine.step import StepInput, StepOutput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fake_flashinfer import fake_flashinfer
-from tests.engine.fakes import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, kernels
 from tests.engine.test_model_attention import NUM_BLOCKS, SHAPE, SPEC, make_backend
+from tests.support.fake_device import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 
 WINDOWS = (0, 1, 3, 4, 9, 40)
 

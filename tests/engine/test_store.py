@@ -30,8 +30,8 @@ from kv_store.memory import MemoryConnector
 from kv_store.shared_storage import connector as shared_storage
 from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.sharded_files import ShardedFiles
-from tests.engine.fakes import PATIENCE_S, SPEC, FakeDevice, add, assert_idle, make_core, reference, tokens_of
 from tests.kv_store.stored import hanging, hanging_writes, path_of
+from tests.support.fake_device import PATIENCE_S, SPEC, FakeDevice, add, assert_idle, make_core, reference, tokens_of
 
 PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
 

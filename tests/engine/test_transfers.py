@@ -15,7 +15,7 @@ from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
 from kv_store.memory import MemoryConnector
 from kv_store.no_store import NoStore
 from kv_store.results import fetched
-from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, run
+from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, run
 
 
 class Recorder(MemoryConnector):

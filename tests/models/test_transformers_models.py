@@ -37,9 +37,9 @@ from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
 from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
 from tests.engine.tiny_models import Progress, advance, edit_config, expected_logprobs, make_model, make_runner
+from tests.support.fake_device import add, assert_idle, run, tokens_of
 from tools.small_models import VARIATIONS, build, save, small_config
 from tools.verified_models import (
     NUM_ANSWER_TOKENS,

@@ -18,7 +18,7 @@ from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2_grpc, router_pb2_grpc
 from router.running.retries import DispatchLimits
 from router.server import serve
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 SETTINGS = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "drain_timeout": 5.0}
 

@@ -29,8 +29,8 @@ from router.fleet.served_model import ServedModel
 from router.running.request import GenerationRequest, Output
 from router.serving.choices import MAX_AHEAD, candidates, merged
 from tests.router.conftest import StartRouter
-from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer, vocab_size
+from tests.support.fake_worker import FakeWorker
 from text.answer_parts import ToolCallDelta
 from text.text_offsets import TextOffsets
 from text.tokenizer import Tokenizer
@@ -296,7 +296,7 @@ async def test_one_answer_as_long_as_the_context_is_allowed(
     worker: FakeWorker, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, max_model_len: int
 ) -> None:
     """With all logprobs that there are; thousands of them are not."""
-    monkeypatch.setattr("tests.router.fake_worker.MAX_MODEL_LEN", max_model_len)
+    monkeypatch.setattr("tests.support.fake_worker.MAX_MODEL_LEN", max_model_len)
     router = await start_router(worker)
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_model_len - 1000}
     body |= {"logprobs": True, "top_logprobs": 20}

@@ -25,7 +25,7 @@ from router.limits.clients import ApiClient
 from router.server import serve
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, sample
-from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.support.fake_worker import ANSWER, FakeWorker
 from worker.shell import check_names
 
 ALICE, BOB, CAROL, DAVE = "sk-alice", "sk-bob", "sk-carol", "sk-dave"

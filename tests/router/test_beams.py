@@ -22,9 +22,9 @@ from router.running import beams
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
-from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, vocab_size
 from tests.router.tool_calls import ASK, TOOL
+from tests.support.fake_worker import FakeWorker
 
 PROMPT = [5, 6, 7]
 LIKELY = [11, 13, 17, 19]

@@ -14,7 +14,7 @@ from router.fleet import block_watch
 from router.fleet.block_watch import BlockWatch
 from router.fleet.registry import Registry
 from tests.router.conftest import StartWorker, sample
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 NAMES = block_hashes(root_hash("f1"), list(range(64)), 16)
 

@@ -6,7 +6,7 @@ import httpx
 
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 BODIES: dict[str, str] = {
     "/v1/chat/completions": '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}',

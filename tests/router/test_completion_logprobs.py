@@ -11,10 +11,10 @@ import pytest
 from protos.baton.v1 import decode_pb2
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_echo import complete
 from tests.router.test_text import metaspace_tokenizer
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer
+from tests.support.fake_worker import FakeWorker
 from text.text_offsets import TextOffsets
 
 ROCKETS = "a\N{ROCKET}\N{ROCKET}!"

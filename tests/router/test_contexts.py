@@ -9,7 +9,7 @@ import pytest
 
 from protos.baton.v1 import worker_pb2
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 
 @pytest.fixture

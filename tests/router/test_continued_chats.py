@@ -10,11 +10,11 @@ import pytest
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import ANSWER, MAX_MODEL_LEN, FakeWorker
 from tests.router.test_tools import prompt_of
 from tests.router.test_vllm_fields import chunks, refused, whole
 from tests.router.tiny_tokenizer import ids_of
 from tests.router.tool_calls import ASK, TOOL, TWO_CALLS
+from tests.support.fake_worker import ANSWER, MAX_MODEL_LEN, FakeWorker
 
 USER = {"role": "user", "content": "Where?"}
 BEGUN = {"role": "assistant", "content": "I say: "}

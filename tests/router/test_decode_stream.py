@@ -20,7 +20,7 @@ from router.fleet.call_outbox import CallOutbox
 from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
 from router.fleet.decode_stream import DecodeStreams
 from tests.router.conftest import StartRouter, StartWorker
-from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 PATIENCE_S = 60.0
 Incarnation = tuple[str, str]

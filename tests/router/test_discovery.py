@@ -19,7 +19,7 @@ from router.fleet.discovery.follow import fixed, follow
 from router.fleet.discovery.kubernetes import EndpointSlices, found_in
 from router.fleet.discovery.sources import discover, is_static
 from router.server import serve
-from tests.router.api_server import FakeApiServer, endpoint, endpoint_slice, fake_api_server
+from tests.support.fake_api_server import FakeApiServer, endpoint, endpoint_slice, fake_api_server
 
 WAIT_S = 20.0
 

@@ -24,9 +24,9 @@ from router.running.progress import Progress
 from router.running.retries import DispatchLimits, Retries
 from router.running.routes import Routes
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import requests
 from tests.router.tiny_tokenizer import byte_ids, eos_id
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 
 async def ask(router: RunningRouter, **params: object) -> tuple[str, list[int], inference_pb2.GenerateResponse]:

@@ -17,9 +17,9 @@ from router.api.rest.openai.formats import CompletionFormat
 from router.running.request import Output
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import REPORT, USAGE, FakeGeneration, keep, requests
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 PROMPT = "naïve café 😀 The capital"
 IDS = ids_of(PROMPT)

@@ -12,8 +12,8 @@ from common.types import WorkerRole
 from protos.baton.v1 import embed_pb2, inference_pb2
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, sample
-from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
 from tests.router.tiny_tokenizer import ids_of
+from tests.support.fake_worker import MAX_MODEL_LEN, FakeWorker
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64", None])

@@ -31,8 +31,8 @@ from router.limits import admission
 from tests.each_case import each_case
 from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter
-from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
 from tests.router.tiny_tokenizer import ids_of, vocab_size
+from tests.support.fake_worker import MAX_MODEL_LEN, FakeWorker
 from text.tokenizer import Tokenizer
 from worker import convert
 

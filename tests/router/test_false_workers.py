@@ -20,9 +20,9 @@ from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.least_load import kv_headroom
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, sample
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_registry import until
 from tests.router.tiny_tokenizer import vocab_size
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 MOST = 2**32 - 1
 Spoil = Callable[[decode_pb2.DecodeEvent], None]

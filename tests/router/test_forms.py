@@ -14,10 +14,10 @@ from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_every_parameter import in_the_engine
 from tests.router.tiny_tokenizer import ids_of
 from tests.router.tool_calls import ASK, TOOL, worker
+from tests.support.fake_worker import FakeWorker
 
 __all__ = ["worker"]
 

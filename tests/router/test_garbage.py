@@ -15,7 +15,7 @@ from protos.baton.v1 import inference_pb2, types_pb2
 from tests.cyclic_garbage import left_of_requests, old_objects_are_left_out, only_collected
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, sample
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 __all__ = ["old_objects_are_left_out"]
 

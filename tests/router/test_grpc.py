@@ -22,8 +22,8 @@ from router.fleet.endpoint import Endpoint
 from router.server import serve
 from tests.each_case import each_case
 from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import eos_id, ids_of
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 GENERATE = "/baton.v1.InferenceService/Generate"
 

@@ -18,9 +18,9 @@ from router.running.request import Output
 from router.serving.choices import likeliest
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_grpc import violated_field
 from tests.router.tiny_tokenizer import eos_id
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 
 def request_of(**choices: int) -> inference_pb2.GenerateRequest:

@@ -10,7 +10,7 @@ from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
 from router.fleet.track_record import TrackRecord
 from router.running.prefill_times import LATE_FACTOR, MIN_PROMPTS
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 PREFILL_S = 0.6
 

@@ -21,8 +21,8 @@ from router.running import embedding
 from router.running.embedding import MAX_AT_ONCE, Embedded, EmbedRequest
 from router.running.request import Prompt
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_answer import requests
+from tests.support.fake_worker import FakeWorker
 
 LOGPROBS = ["message.output_text.logprobs"]
 CHAT = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}

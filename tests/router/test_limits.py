@@ -21,8 +21,8 @@ from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.api.rest.http.limits import LimitMiddleware
 from router.limits.gate import Gate
 from tests.router.conftest import RunningRouter, StartRouter, reaches, sample
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.processes.running import running
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 MIB = 2**20
 KEY = "k" * 32

@@ -16,8 +16,8 @@ import schemathesis
 from common.version import VERSION
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_worker import FakeWorker
 from tests.router.tool_calls import ASK, TOOL, worker
+from tests.support.fake_worker import FakeWorker
 
 __all__ = ["worker"]
 

@@ -13,9 +13,9 @@ from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, worker_pb2
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_grpc import violated_field
 from tests.router.tiny_tokenizer import ids_of
+from tests.support.fake_worker import FakeWorker
 
 TOKENS = list(range(1, 41))  # two full blocks of 16 tokens
 

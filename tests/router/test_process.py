@@ -11,8 +11,8 @@ import pytest
 
 from common.grpc.options import LOSS_NOTICED_S
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.processes.running import running
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 PATIENT = """
 import router.fleet.registry

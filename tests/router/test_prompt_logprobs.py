@@ -10,8 +10,8 @@ import pytest
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, all_seen
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import ids_of
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 PROMPT = "Hello, how are you today? The capital"
 IDS = ids_of(PROMPT)

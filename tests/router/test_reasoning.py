@@ -11,10 +11,10 @@ import pytest
 
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_tools import prompt_of
 from tests.router.tiny_tokenizer import ids_of
 from tests.router.tool_calls import ASK, TOOL, TWO_CALLS, worker
+from tests.support.fake_worker import FakeWorker
 
 __all__ = ["worker"]
 

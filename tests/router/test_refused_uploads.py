@@ -24,8 +24,8 @@ from router.api.rest.http import protocol
 from tests.each_case import each_case
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_limits import address_of
+from tests.support.fake_worker import FakeWorker
 
 PIECE = b"x" * 65536
 LARGE = 128  # pieces: 8 MiB, more than both ends' buffers hold

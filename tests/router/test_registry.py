@@ -19,8 +19,8 @@ from router.fleet import reports, worker_watch
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from tests.router.conftest import StartWorker
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_costs import model
+from tests.support.fake_worker import FakeWorker
 
 
 @pytest.fixture

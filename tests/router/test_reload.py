@@ -20,9 +20,9 @@ from router.make_front import policy_of
 from router.reload import Reload, SettingsFile
 from router.running.routes import Routes
 from tests.router.conftest import sample
-from tests.router.fake_worker import FakeWorker
 from tests.router.processes.running import running, running_with_file
 from tests.router.test_fair_queue import Runner
+from tests.support.fake_worker import FakeWorker
 
 
 class Router:

@@ -11,7 +11,7 @@ import pytest
 from baton import LLM, AsyncClient, Client
 from protos.baton.v1 import inference_pb2
 from tests.router.conftest import RunningRouter
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 from text.tokenizer import Tokenizer
 
 SOON = -5

@@ -17,11 +17,11 @@ from router.running.request import OBJECT_BYTES, Output
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
 from tests.router.test_tools import prompt_of
 from tests.router.tiny_tokenizer import byte_ids, ids_of
 from tests.router.tool_calls import TWO_CALLS
+from tests.support.fake_worker import ANSWER, FakeWorker
 from text.answer_parts import TextPart, ToolCallDelta
 
 TOOL: Any = {

@@ -14,8 +14,8 @@ import pytest
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, reaches, sample
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello?"}]
 

@@ -11,8 +11,8 @@ import pytest
 from common.guided import Guided
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_every_parameter import in_the_engine
+from tests.support.fake_worker import FakeWorker
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA)

@@ -15,7 +15,7 @@ from router.api.rest.http import listener
 from tests.faults import network as networks
 from tests.faults.network import Network
 from tests.router.conftest import StartRouter
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 CLIENT = """
 import json, sys, urllib.request

@@ -18,7 +18,7 @@ from router.fleet import reports
 from router.fleet.registry import Registry
 from router.policy.base import RoutingRequest
 from router.policy.registry import create_policy
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 NUM_ROUTERS = 3
 REQUEST = RoutingRequest(num_prompt_tokens=10, fingerprint="f1")

@@ -15,7 +15,7 @@ import pytest
 from router.api.rest.http.protocol import ON_GONE, WRITE_PIECE, _take_body, _write_piece
 from router.api.rest.openai.disconnect import ClientGoneError, EventStream, unless_gone
 from tests.router.conftest import StartRouter
-from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 99}).encode()
 

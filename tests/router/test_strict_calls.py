@@ -18,9 +18,9 @@ from tests.common.test_guided import matches, tokenizer
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
 from tests.router.tool_calls import ASK, TOOL, TWO_TOOLS, worker
+from tests.support.fake_worker import FakeWorker
 from text.answer_parser import AnswerReader
 from text.conversation import Tool, Tools
 from text.response_templates import response_template

@@ -29,7 +29,7 @@ from router.server import serve
 from tests.helm.chart import CHART
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 

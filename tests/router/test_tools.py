@@ -13,9 +13,9 @@ from llguidance import LLMatcher, LLTokenizer
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
 from tests.router.tool_calls import ASK, TOOL, TWO_CALLS, TWO_TOOLS, worker
+from tests.support.fake_worker import FakeWorker
 
 __all__ = ["worker"]
 

@@ -15,7 +15,7 @@ from common.config import RouterSettings
 from common.errors import ConfigError, StartupError
 from router.run import run
 from tests.router.conftest import StartRouter
-from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 BODY = {"prompt": "x", "max_tokens": 99}
 

@@ -13,7 +13,7 @@ from router.reload import SettingsFile
 from router.server import serve
 from tests.broken_grpc import breaks_when
 from tests.router.conftest import SETTINGS
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 
 @pytest.mark.parametrize("is_broken", [True, False])

@@ -11,8 +11,8 @@ import pytest
 
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import ANSWER, MAX_MODEL_LEN, FakeWorker
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer, vocab_size
+from tests.support.fake_worker import ANSWER, MAX_MODEL_LEN, FakeWorker
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
 CHAT_IDS = ids_of("<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n")

@@ -12,7 +12,7 @@ from common.config import RouterSettings
 from common.errors import ConfigError
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, sample
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 SITE = "https://app.example.com"
 OTHER = "https://evil.example.com"

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from common import metrics
 from router.api.rest.http.protocol import MAX_AHEAD_BYTES, Connections
 from tests.router.conftest import StartRouter
-from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 REQUEST = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 99}
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.router import chat_templates
 from tests.router.conftest import StartWorker
-from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of
+from tests.support.fake_worker import FakeWorker
 
 TOOL: Any = {
     "type": "function",

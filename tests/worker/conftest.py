@@ -102,7 +102,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_engines_on_their_own(fake_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Started as the real one is."""
     monkeypatch.setattr(engine_process, "start_process", START_PROCESS)
-    monkeypatch.setattr(engine_process, "ENGINE_MODULE", "tests.worker.fake_engine")
+    monkeypatch.setattr(engine_process, "ENGINE_MODULE", "tests.support.fake_engine")
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
-from tests.worker import fake_engine
+from tests.support import fake_engine
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
     """The process that forks. It ends with this one."""
-    CONTEXT.set_forkserver_preload(["tests.worker.fake_engine", "tests.worker.forked_engine"])
+    CONTEXT.set_forkserver_preload(["tests.support.fake_engine", "tests.worker.forked_engine"])
     forkserver.ensure_running()
 
 

@@ -20,7 +20,7 @@ from decode_service import servicer as decode_servicer
 from prefill_service import servicer as prefill_servicer
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.integration.stack import descendants
-from tests.worker.fake_engine import SPEC, Script
+from tests.support.fake_engine import SPEC, Script
 from worker.server import serve
 
 PATIENCE_S = 60.0

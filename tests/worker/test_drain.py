@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 import worker.drain
-from tests.worker.fake_engine import Script, answer_to
+from tests.support.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, read, request_of, until
 
 pytestmark = pytest.mark.usefixtures("fake_engines")

@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from protos.baton.v1 import embed_pb2, embed_pb2_grpc
+from tests.support.fake_engine import MAX_MODEL_LEN
 from tests.worker.conftest import StartWorker
-from tests.worker.fake_engine import MAX_MODEL_LEN
 from tests.worker.words import VOCAB_SIZE
 
 

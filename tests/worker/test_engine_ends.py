@@ -12,7 +12,7 @@ import pytest
 from common.errors import StartupError
 from common.types import WorkerRole
 from tests.integration.stack import alive
-from tests.worker.fake_engine import Script, answer_to
+from tests.support.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of
 
 pytestmark = pytest.mark.usefixtures("fake_engines_on_their_own")

@@ -9,8 +9,8 @@ import pytest
 
 from protos.baton.v1 import prefill_pb2
 from tests.cyclic_garbage import left_of_requests, old_objects_are_left_out, only_collected
+from tests.support.fake_engine import Script, answer_to
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
-from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, read, request_of
 from tests.worker.test_hedges import Prefill, serving
 from tests.worker.test_many_calls import Stream

@@ -17,7 +17,7 @@ from common import metrics
 from common.types import WorkerRole
 from decode_service import prefill_leg
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
-from tests.worker.fake_engine import Script, answer_to
+from tests.support.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of, until
 from worker import shell
 

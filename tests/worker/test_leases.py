@@ -13,7 +13,7 @@ import pytest
 import prefill_service.servicer
 from common.types import WorkerRole
 from protos.baton.v1 import prefill_pb2, types_pb2
-from tests.worker.fake_engine import SPEC, Script, answer_to
+from tests.support.fake_engine import SPEC, Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of, until
 
 pytestmark = pytest.mark.usefixtures("fake_engines")

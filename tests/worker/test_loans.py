@@ -12,7 +12,7 @@ import pytest
 import decode_service.prefill_leg
 from common.types import WorkerRole
 from protos.baton.v1 import prefill_pb2, types_pb2
-from tests.worker.fake_engine import Script, answer_to
+from tests.support.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of, until
 
 pytestmark = pytest.mark.usefixtures("fake_engines")

@@ -17,8 +17,8 @@ from common.errors import BatonError, InvalidArgumentError, OverloadedError
 from common.grpc.call_window import MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
 from common.grpc.status import DETAILS_KEY, error_of_call
 from protos.baton.v1 import decode_pb2, types_pb2
+from tests.support.fake_engine import Script, answer_to
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
-from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, request_of, until
 from tests.worker.words import ANSWER, WAIT
 from worker import engine_stream

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from tests.broken_grpc import breaks_when
+from tests.support.fake_engine import NUM_BLOCKS
 from tests.worker.conftest import StartWorker, decode_request
-from tests.worker.fake_engine import NUM_BLOCKS
 from tests.worker.words import ANSWER, GARBAGE, WAIT
 
 

@@ -17,7 +17,7 @@ from engine.learning.learner import LOOK_EVERY, MIN_STEPS, REFIT_S, TRUSTED_STEP
 from engine.learning.observed_device import IDLE_S, ObservedDevice
 from engine.step import StepInput, StepOutput, StepRow
 from tests.common.test_batch_time import KEY, chunk, decodes, random_shape, truth
-from tests.engine.fakes import FakeDevice
+from tests.support.fake_device import FakeDevice
 
 
 class Steps:

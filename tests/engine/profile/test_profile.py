@@ -20,8 +20,8 @@ from engine.profile.design import Limits, edges, random_points, rows_of
 from engine.profile.measure import Run, measure_workload
 from engine.step import StepInput, StepOutput, shape_of
 from tests.common.test_batch_time import KEY
-from tests.engine.fakes import BLOCK_SIZE, FakeDevice
 from tests.engine.tiny_models import make_model
+from tests.support.fake_device import BLOCK_SIZE, FakeDevice
 
 LIMITS = Limits(num_blocks=400, block_size=16, max_model_len=2000, vocab_size=97, max_rows=32, max_tokens=256)
 

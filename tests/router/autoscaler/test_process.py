@@ -25,7 +25,7 @@ from protos.keda import externalscaler_pb2_grpc as keda_grpc
 from router.autoscaler.server import serve
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.conftest import StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker
 
 WAIT_S = 30.0
 FAST = {"http_listen": "127.0.0.1:0", "keda_listen": "127.0.0.1:0", "scale_up_delay": 0, "scale_down_delay": 0}

@@ -18,8 +18,8 @@ from common.grpc.transport import name_options
 from common.tls import TlsFiles
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.kube.certificates import make_ca, make_leaf
-from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.processes.running import REQUEST, RunningProcesses, running, running_with_file, start
+from tests.support.fake_worker import ANSWER, FakeWorker
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.router.fake_worker import FakeWorker
 from tests.router.processes.running import REQUEST, RunningProcesses, running, sockets, start
+from tests.support.fake_worker import FakeWorker
 
 COMPLETIONS = "/v1/completions"
 

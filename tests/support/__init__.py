@@ -1,0 +1,1 @@
+"""Stand-ins that tests share. README.md says which to take."""
