@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 
-from common.guided import Guided, grammar_error, grammar_of
+from common.guided import Guided, grammar_error, grammar_of, parser_limits
 
 if TYPE_CHECKING:
     from common.grammar_process import ModelTokens
@@ -36,7 +36,7 @@ class Trial:
         if error := LLMatcher.validate_grammar(grammar):
             raise ValueError(grammar_error(guided, error))
         before = _resident_bytes()
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error() and not self._knows_tokens and "token" in matcher.get_error():
             return grammar, 0  # it names tokens of a model
         if error := self._error_at_the_beginning(matcher):

@@ -8,6 +8,7 @@ that cannot be kept is an error there.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +19,14 @@ from common.lark_text import ascii_classes, with_kept_schemas
 from common.structural_tag import Forms, quoted, structural_tag_grammar
 
 if TYPE_CHECKING:
+    from llguidance import LLParserLimits
     from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 64 * 2**10  # of everything that one request's grammar is made of
 MAX_CHOICES = 1024
+MAX_RULES = 1000  # of a Lark or EBNF grammar
 MAX_REASON_CHARS = 500
+MAX_LEXER_STATES = 50_000  # of one grammar, all its answers together: 1 to 2 KiB each
 
 _JSON_OPTIONS: JsonCompileOptions = {
     # As json.dumps writes it. Free whitespace is a loop that small models do not leave.
@@ -48,6 +52,8 @@ _LIMITS = (
     ("lexer states", "it costs too much to follow: too many states"),
 )
 
+_RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*(?:::=|:)", re.MULTILINE)
+
 GrammarText = Annotated[str, Strict(), Field(max_length=MAX_GRAMMAR_CHARS)]
 
 
@@ -71,6 +77,20 @@ class Guided:
     def kinds(self) -> list[str]:
         """Names of the fields that are set."""
         return [name for name in self.__dataclass_fields__ if getattr(self, name)]
+
+
+def parser_limits() -> LLParserLimits:
+    """Of one matcher, on trial and in the engine: what it may take at the beginning, and at each step."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # 20 ms of compiling
+        max_grammar_size=500_000,
+        step_lexer_fuel=200_000,  # 14 ms of a mask
+        step_max_items=50_000,  # 2.5 ms of a mask
+        max_items_in_row=2000,
+        max_lexer_states=MAX_LEXER_STATES,
+    )
 
 
 def check_guided(guided: Guided) -> None:
@@ -167,6 +187,8 @@ def kept_lark(text: str, name: str) -> str:
     `ValueError` with the client's `name`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
+    if sum(1 for _ in _RULE.finditer(text)) > MAX_RULES:  # of which each may name all others
+        raise ValueError(f"{name} cannot be used: it has more than {MAX_RULES} rules")
     if text.lstrip().startswith("{"):  # llguidance's own JSON
         raise ValueError(f"{name} cannot be parsed: it must be EBNF or Lark")
     try:

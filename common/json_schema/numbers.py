@@ -20,6 +20,8 @@ _MAX_POWER = 22  # of ten, that is a double
 _LIMIT = 2**63  # bounds and constants are below it in size
 _MAX_INT64 = _LIMIT - 1  # llguidance reads it as 2**63, and caps that to this again
 _LEAST = 1024 - _LIMIT  # -2**63 as a lower bound is this one instead: llguidance knows none below it
+_MAX_MULTIPLE = 100_000  # of multipleOf: about 7 microseconds each to compile
+_MAX_MULTIPLES = 10_000  # the least common multiple of several
 _MAX_COEFFICIENT = 2**32  # of multipleOf: what llguidance computes them with
 
 
@@ -90,12 +92,24 @@ def _num_decimals(value: float) -> int:
 
 
 def check_multiples(multiples: Iterable[int | float], num: int, place: str) -> None:
-    """llguidance intersects schemas by least common multiples, in 32 bits without a check. `num`: how often
-    `multipleOf` comes in all. Raises `UnkeptError` if that may overflow."""
+    """llguidance intersects schemas by least common multiples, in 32 bits without a check, and counts remainders one by
+    one. `num`: how often `multipleOf` comes in all. Raises `UnkeptError` if that may overflow or takes too long."""
     distinct = [Fraction(repr(one)) for one in multiples]
     decimals = 10 ** max((_num_decimals(one) for one in multiples), default=0)
     scaled = [int(one * decimals) for one in distinct]
-    if any(one >= _MAX_COEFFICIENT for one in scaled):
-        raise UnkeptError("multipleOf", place, "has too many digits")
-    if num > 1 and math.lcm(*scaled) ** 2 >= _MAX_COEFFICIENT:
+    if any(one >= _MAX_COEFFICIENT or (one > _MAX_MULTIPLE and not _ends_in_digits(one)) for one in scaled):
+        raise UnkeptError("multipleOf", place, f"has too many digits: at most {_MAX_MULTIPLE} can be kept")
+    together = math.lcm(*scaled)
+    if num > 1 and (
+        together**2 >= _MAX_COEFFICIENT
+        or (together > _MAX_MULTIPLES and len(scaled) > 1 and not _ends_in_digits(together))
+    ):
         raise UnkeptError("multipleOf", place, "the values of this schema are too large together")
+
+
+def _ends_in_digits(multiple: int) -> bool:
+    """Whether the last digits of a number say if it is a multiple of this one."""
+    for factor in (2, 5):
+        while multiple % factor == 0:
+            multiple //= factor
+    return multiple == 1

@@ -24,7 +24,7 @@ from common import metrics
 from common.errors import BatonError, InternalError, InvalidArgumentError, OverloadedError, UnavailableError
 from common.grammar_process import GrammarThreads, ModelTokens, shared_process
 from common.grammar_trial import read_tokenizer
-from common.guided import Guided, grammar_error
+from common.guided import Guided, grammar_error, parser_limits
 from engine.request import Request, RequestStatus
 from engine.sampling.guide import Guide
 
@@ -59,7 +59,7 @@ class GrammarCompiler:
     def __call__(self, guided: Guided) -> Guide:
         tokenizer = self._loaded()
         checked = shared_process(self._tokens).check(guided, COMPILE_TIMEOUT_S)
-        matcher = LLMatcher(tokenizer, checked.grammar, log_level=0)
+        matcher = LLMatcher(tokenizer, checked.grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that no text matches fails here
         if matcher.is_error():

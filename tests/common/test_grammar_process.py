@@ -43,6 +43,14 @@ def rules(length: int) -> str:
     return "\n".join(f'r{index}: "a" r{index + 1}' for index in range(length)) + f'\nr{length}: "z"'
 
 
+def options(length: int) -> str:
+    return "\n".join(f'r{index} ::= "x"? r{index + 1}' for index in range(length)) + f'\nr{length} ::= "z"'
+
+
+def multiple_of(number: int) -> str:
+    return f'%json {{"type": "integer", "multipleOf": {number}}}'
+
+
 OF_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
 TWO = {
     "a": {"type": "array", "prefixItems": [{"$ref": "#/$defs/b"}], "minItems": 1},
@@ -60,9 +68,13 @@ HOSTILE = {
         "cannot be kept exactly",
     ),
     **{f"chain-{link}": (chain(1100, link), "refers too often") for link in ("items", "anyOf", "allOf", "properties")},
-    "rules": (Guided(grammar=f"start: r0\n{rules(3000)}"), "refers too often"),
-    "ebnf": (Guided(grammar=f"root ::= r0\n{rules(1000).replace(':', ' ::=')}"), "refers too often|costs more"),
-    "multiple": (schema({"type": "integer", "multipleOf": 9999991}), "costs more than"),
+    "rules": (Guided(grammar=f"start: r0\n{rules(990)}"), "refers too often"),
+    "many-rules": (Guided(grammar=f"start: r0\n{rules(3000)}"), "has more than 1000 rules"),
+    "ebnf": (Guided(grammar=f"root ::= r0\n{rules(990).replace(':', ' ::=')}"), "refers too often|costs more"),
+    "costly": (Guided(grammar=f"start: {' | '.join(map(multiple_of, range(99901, 100000, 2)))}"), "costs more than"),
+    "options": (Guided(grammar=f"root ::= r0\n{options(2500)}"), "has more than 1000 rules"),
+    "multiple": (schema({"type": "integer", "multipleOf": 9999991}), "multipleOf at #: has too many digits"),
+    "multiples": (schema({"allOf": [{"multipleOf": one} for one in (7, 11, 13, 17, 19)]}), "too large together"),
     "object-of-itself": (schema({"$ref": "#/$defs/n", "$defs": {"n": OF_ITSELF}}), "text without end"),
     "items-of-itself": (schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "text without end"),
     "two-of-each-other": (
@@ -172,7 +184,8 @@ from common.guided import Guided
 server = socket.create_server(("127.0.0.1", 0))
 process = GrammarProcess()
 process.check(Guided(regex="a"))
-costly = Guided(json_schema=json.dumps({"type": "integer", "multipleOf": 9999991}))
+some = [json.dumps({"type": "integer", "multipleOf": number}) for number in range(99901, 100000, 2)]
+costly = Guided(grammar="start: " + " | ".join(f"%json {schema}" for schema in some))
 print(process.pid, flush=True)
 if sys.argv[1] == "busy":
     process.check(costly)

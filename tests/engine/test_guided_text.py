@@ -25,7 +25,7 @@ from engine.local.device import LocalDevice
 from engine.sampling import grammars as grammars_module
 from engine.sampling.draws import draw
 from engine.sampling.grammars import GrammarCompiler
-from engine.sampling.guide import Guide, make_masks
+from engine.sampling.guide import Guide, GuideError, make_masks
 from engine.sampling.logit_changes import LogitChanges
 from engine.sampling.sampler import join_masks, mask_logits, sample
 from engine.speculation.speculation import Drafter
@@ -481,6 +481,19 @@ def test_a_grammar_that_is_too_much_for_the_parser(compiler: GrammarCompiler, nu
     assert (failed.grpc_code, failed.field) == ("INVALID_ARGUMENT", "sampling_params.guided")
     assert "costs too much to follow: more than 2000 ways" in failed.reason
     assert_idle(engine.core)
+
+
+def test_states_of_a_lexer_are_bounded_at_every_step(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each further letter of `a`, `b` asks for more states, of which a long answer would fill the memory."""
+    monkeypatch.setattr("common.guided.MAX_LEXER_STATES", 500)
+    guide = compiler(Guided(regex="[ab]*a[ab]{12}"))
+    letters = [tiny_tokenizer().rust.token_to_id(letter) for letter in "ab"]
+    numbers = random.Random(3)
+    with pytest.raises(GuideError, match="too many states"):
+        for num in range(1, 3000):
+            guide.follow([numbers.choice(letters) for _ in range(num)], 0)
 
 
 class CountingMatcher:
