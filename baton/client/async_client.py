@@ -9,7 +9,7 @@ async with AsyncClient("127.0.0.1:50051") as client:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -20,9 +20,11 @@ from google.protobuf.message import Message
 from baton.client.base_client import BaseClient, Metadata
 from baton.client.call_errors import to_baton_error
 from baton.client.fleet import fleet_worker
+from baton.client.messages import Tool
 from baton.client.received import Received, last_message
 from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
 from baton.client.requests import (
+    Messages,
     PrefixOptions,
     call_hints,
     embed_message,
@@ -30,6 +32,7 @@ from baton.client.requests import (
     num_answers,
     prefix_message,
     prefix_of,
+    tokenize_message,
 )
 from common.grpc.streams import MessageStream
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
@@ -163,8 +166,29 @@ class AsyncClient(BaseClient[AsyncAnswer]):
         hints = call_hints(session, explain=False)
         return prefix_of(await self._ask(self._inference.PrefetchPrefix, request, hints))
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> list[int]:
-        request = inference_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+    async def tokenize(
+        self,
+        text: str = "",
+        *,
+        messages: Messages = (),
+        tools: Sequence[Tool] = (),
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        model: str = "",
+    ) -> list[int]:
+        """Does what `Client.tokenize` does."""
+        request = tokenize_message(
+            text,
+            messages,
+            tools,
+            chat_template_kwargs,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            model=model,
+        )
         return list((await self._ask(self._inference.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:

@@ -115,8 +115,11 @@ class BaseClient(ABC, Generic[AnswerT]):
         *,
         tools: Sequence[Tool] = (),
         tool_choice: str = "auto",
+        allowed_tools: Sequence[str] = (),
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
@@ -128,16 +131,19 @@ class BaseClient(ABC, Generic[AnswerT]):
     ) -> AnswerT:
         """Answers a conversation: (role, content) pairs and messages, or one question.
 
-        `tool_choice`: auto, none, required, or the name of the tool that has to be called. `session`, `explain` and
-        `options` as in `generate`."""
+        `tool_choice`: auto, none, required, or the name of the tool that has to be called. `allowed_tools`: those that
+        may be called, if these are not all that the model is told of. With `continue_final_message` the answer goes on
+        with the last message, which is the assistant's. `session`, `explain` and `options` as in `generate`."""
         request = inference_pb2.ChatRequest(
             request_id=request_id,
             model=model,
             messages=chat_messages(messages),
             tools=tool_messages(tools),
-            tool_choice=tool_choice_message(tool_choice),
+            tool_choice=tool_choice_message(tool_choice, allowed_tools),
             parallel_tool_calls=parallel_tool_calls,
             chat_template_kwargs=template_options(chat_template_kwargs),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             sampling_params=sampling_message(sampling_options(options)),
             choices=choices_message(options),
             cache_salt=cache_salt,

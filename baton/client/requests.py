@@ -126,11 +126,34 @@ def tool_messages(tools: Sequence[Tool]) -> list[inference_pb2.Tool]:
     ]
 
 
-def tool_choice_message(choice: str) -> inference_pb2.ToolChoice:
-    """`choice`: auto, none, required, or a tool's name."""
+def tool_choice_message(choice: str, allowed: Sequence[str] = ()) -> inference_pb2.ToolChoice:
+    """`choice`: auto, none, required, or a tool's name. `allowed`: the tools that may be called; empty: all."""
     if choice in _MODES:
-        return inference_pb2.ToolChoice(mode=_MODES[choice])
-    return inference_pb2.ToolChoice(name=choice)
+        return inference_pb2.ToolChoice(mode=_MODES[choice], allowed=allowed)
+    return inference_pb2.ToolChoice(name=choice, allowed=allowed)
+
+
+def tokenize_message(
+    text: str,
+    messages: Messages,
+    tools: Sequence[Tool],
+    options: Mapping[str, object] | None,
+    *,
+    add_special_tokens: bool | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    model: str,
+) -> inference_pb2.TokenizeRequest:
+    return inference_pb2.TokenizeRequest(
+        model=model,
+        text=text,
+        add_special_tokens=add_special_tokens,
+        messages=chat_messages(messages),
+        tools=tool_messages(tools),
+        chat_template_kwargs=template_options(options),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
 
 
 def template_options(options: Mapping[str, object] | None) -> str:

@@ -12,7 +12,7 @@ every worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -22,9 +22,11 @@ from google.protobuf.message import Message
 from baton.client.base_client import BaseClient, Metadata
 from baton.client.call_errors import to_baton_error
 from baton.client.fleet import fleet_worker
+from baton.client.messages import Tool
 from baton.client.received import Received
 from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
 from baton.client.requests import (
+    Messages,
     PrefixOptions,
     call_hints,
     embed_message,
@@ -32,6 +34,7 @@ from baton.client.requests import (
     num_answers,
     prefix_message,
     prefix_of,
+    tokenize_message,
 )
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
 
@@ -152,8 +155,29 @@ class Client(BaseClient[Answer]):
         request = inference_pb2.PrefetchPrefixRequest(prefix=prefix_message(prefix))
         return prefix_of(self._ask(self._inference.PrefetchPrefix, request, call_hints(session, explain=False)))
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> list[int]:
-        request = inference_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+    def tokenize(
+        self,
+        text: str = "",
+        *,
+        messages: Messages = (),
+        tools: Sequence[Tool] = (),
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        model: str = "",
+    ) -> list[int]:
+        """Token ids of a text, or of the prompt that a conversation becomes."""
+        request = tokenize_message(
+            text,
+            messages,
+            tools,
+            chat_template_kwargs,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            model=model,
+        )
         return list(self._ask(self._inference.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:

@@ -20,7 +20,10 @@ class Chat:
     tools: Sequence[Tool] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
+    allowed_tools: Sequence[str] = ()
     template_options: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -70,6 +73,10 @@ class Backend(Protocol):
     ) -> Generator[Vector, None, None]: ...
 
     def beams(self, prompts: Sequence[str | list[int]], params: BeamSearchParams) -> Generator[Beams, None, None]: ...
+
+    def chat_token_ids(self, chat: Chat) -> list[int]:
+        """Of the prompt that a conversation becomes."""
+        ...
 
     def text(self, token_ids: Sequence[int]) -> str: ...
 

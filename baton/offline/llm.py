@@ -111,25 +111,53 @@ class LLM:
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         tool_choice: str = "auto",
+        allowed_tools: Sequence[str] = (),
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of several. Messages are (role, content) pairs, mappings as OpenAI's
         clients write them, or `Message`s; a text is one question. `tool_choice`: auto, none, required, or the name of
-        the tool that has to be called."""
+        the tool that has to be called. `allowed_tools`: those that may be called; empty: all. With
+        `continue_final_message` each answer continues the last message, which is the assistant's."""
         made = tools_of(tools)
         chats = [
             Chat(
                 messages=one,
                 tools=made,
                 tool_choice=tool_choice,
+                allowed_tools=allowed_tools,
                 parallel_tool_calls=parallel_tool_calls,
                 template_options=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
             for one in conversations_of(messages)
         ]
         return self._answers(chats, "messages", sampling_params, priority, show_progress=use_tqdm)
+
+    def tokenize_chat(
+        self,
+        messages: ChatMessages,
+        *,
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of the prompt that one conversation becomes. Raises `InvalidArgumentError`."""
+        (one,) = conversations_of(messages)
+        return self._backend.chat_token_ids(
+            Chat(
+                messages=one,
+                tools=tools_of(tools),
+                template_options=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        )
 
     def embed(
         self,

@@ -197,6 +197,10 @@ class LocalEngine:
         if self._made_core is not None:
             self._made_core.close()
 
+    def chat_token_ids(self, chat: Chat) -> list[int]:
+        request = conversation(_chat_request(chat))
+        return _done(self._preparation.chat_prompt(self._model, request, has_answer=False)).token_ids
+
     def text(self, token_ids: Sequence[int]) -> str:
         return self._model.tokenizer.decode(token_ids)
 
@@ -387,9 +391,11 @@ def _chat_request(chat: Chat) -> inference_pb2.ChatRequest:
     return inference_pb2.ChatRequest(
         messages=chat_messages(chat.messages),
         tools=tool_messages(chat.tools),
-        tool_choice=tool_choice_message(chat.tool_choice),
+        tool_choice=tool_choice_message(chat.tool_choice, chat.allowed_tools),
         parallel_tool_calls=chat.parallel_tool_calls,
         chat_template_kwargs=template_options(chat.template_options),
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
     )
 
 

@@ -74,8 +74,11 @@ class RemoteStack:
                 chat.messages,
                 tools=chat.tools,
                 tool_choice=chat.tool_choice,
+                allowed_tools=chat.allowed_tools,
                 parallel_tool_calls=chat.parallel_tool_calls,
                 chat_template_kwargs=chat.template_options,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
                 priority=ask.priority,
                 **options,
             )
@@ -128,6 +131,15 @@ class RemoteStack:
             early_stopping=params.early_stopping,
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
+        )
+
+    def chat_token_ids(self, chat: Chat) -> list[int]:
+        return self._client.tokenize(
+            messages=chat.messages,
+            tools=chat.tools,
+            chat_template_kwargs=chat.template_options,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
         )
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from text.conversation import (
     Tool,
     Tools,
     ValueCount,
+    check_continued,
     check_num_calls,
     check_num_tools,
     check_options,
@@ -36,7 +37,18 @@ def conversation(request: inference_pb2.ChatRequest) -> Conversation:
     messages = [_message(message, f"messages[{index}]", values) for index, message in enumerate(request.messages)]
     options = _object(request.chat_template_kwargs, "chat_template_kwargs") or {}
     check_options(options, "chat_template_kwargs")
-    return Conversation(messages=named_results(messages), tools=_tools(request), template_options=options)
+    asks = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+    if asks and request.continue_final_message:
+        raise InvalidArgumentError("continue_final_message", "cannot be together with add_generation_prompt")
+    if request.continue_final_message:
+        check_continued(messages, "continue_final_message")
+    return Conversation(
+        messages=named_results(messages),
+        tools=_tools(request),
+        template_options=options,
+        asks_answer=asks is not False,
+        continues_last=request.continue_final_message,
+    )
 
 
 def _message(message: inference_pb2.ChatMessage, where: str, values: ValueCount) -> Json:

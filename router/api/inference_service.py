@@ -165,9 +165,30 @@ class InferenceService:
     ) -> inference_pb2.TokenizeResponse:
         self._front.admission.charge(current_client.get())
         model = self._front.admission.served(request.model)
+        if request.messages:
+            return inference_pb2.TokenizeResponse(token_ids=await self._chat_token_ids(model, request))
+        for field in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+            if any(one.name == field for one, _ in request.ListFields()):
+                raise InvalidArgumentError(field, "is only for messages")
         special = _adds_special_tokens(request)
         ids = await self._front.preparation.tokenize(model, request.text, "text", add_special_tokens=special)
         return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    async def _chat_token_ids(self, model: ServedModel, request: inference_pb2.TokenizeRequest) -> list[int]:
+        if request.text:
+            raise InvalidArgumentError("text", "set either text or messages, not both")
+        if request.add_special_tokens:
+            raise InvalidArgumentError("add_special_tokens", "is not for messages: the chat template writes them")
+        asks = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+        chat = inference_pb2.ChatRequest(
+            messages=request.messages,
+            tools=request.tools,
+            chat_template_kwargs=request.chat_template_kwargs,
+            add_generation_prompt=asks,
+            continue_final_message=request.continue_final_message,
+        )
+        check_messages(len(chat.messages), model.limits, "messages")
+        return (await self._front.preparation.chat_prompt(model, conversation(chat), has_answer=False)).token_ids
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _context: Context

@@ -82,6 +82,21 @@ def test_what_is_not_set_is_not_sent(client: Client, router: tuple[FakeRouter, s
     assert not request.sampling_params.ListFields()
 
 
+def test_chats_that_go_on_and_tools_that_are_allowed_are_sent(client: Client, router: tuple[FakeRouter, str]) -> None:
+    chat = [("user", "hi"), ("assistant", "I say")]
+    client.chat(chat, continue_final_message=True, add_generation_prompt=False).result()
+    request = router[0].requests[-1]
+    assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
+    client.chat(chat, tools=[Tool("a"), Tool("b")], allowed_tools=["b"]).result()
+    assert list(router[0].requests[-1].tool_choice.allowed) == ["b"]
+    client.tokenize(messages=chat, continue_final_message=True, chat_template_kwargs={"a": 1})
+    asked = router[0].tokenizing[-1]
+    assert [one.content for one in asked.messages] == ["hi", "I say"]
+    assert (asked.continue_final_message, asked.chat_template_kwargs) == (True, '{"a": 1}')
+    assert not asked.HasField("add_special_tokens")
+    assert not asked.HasField("add_generation_prompt")
+
+
 @pytest.mark.parametrize(
     ("code", "error"),
     [

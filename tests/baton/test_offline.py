@@ -207,6 +207,19 @@ def test_chat_takes_pairs_mappings_and_messages(llm: LLM) -> None:
     assert len(several) == 2
 
 
+def test_an_answer_goes_on_with_the_last_message(llm: LLM) -> None:
+    chat = [("user", "hello"), ("assistant", "how are")]
+    begun = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhow are"
+    (output,) = llm.chat(chat, greedy(), use_tqdm=False, continue_final_message=True)
+    tokens = llm.tokenize_chat(chat, continue_final_message=True)
+    assert output.prompt_token_ids == tokens
+    assert tiny_tokenizer().decode(tokens, skip_special_tokens=False) == begun
+    asks_nothing = llm.tokenize_chat(chat, add_generation_prompt=False)
+    assert tiny_tokenizer().decode(asks_nothing, skip_special_tokens=False) == begun + "<|im_end|>\n"
+    with pytest.raises(InvalidArgumentError, match=r"^continue_final_message"):
+        llm.tokenize_chat("hello", continue_final_message=True)
+
+
 def test_parts_are_joined_as_over_rest(llm: LLM) -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
     outputs = [llm.chat([("user", "hello\nworld")], greedy(2), use_tqdm=False)[0]]
@@ -428,6 +441,13 @@ def test_a_stack_that_runs_elsewhere() -> None:
         assert called.outputs[0].finish_reason == "tool_calls"
         llm.chat("a b", use_tqdm=False, parallel_tool_calls=False)
         assert [one.parallel_tool_calls for one in router.requests[-3:]] == [True, True, False]
+        llm.chat("a b", use_tqdm=False, tools=[tool], allowed_tools=["add"])
+        assert list(router.requests[-1].tool_choice.allowed) == ["add"]
+        llm.chat([("assistant", "a")], use_tqdm=False, continue_final_message=True)
+        assert router.requests[-1].continue_final_message
+        llm.tokenize_chat([("assistant", "a")], continue_final_message=True, tools=[tool])
+        assert router.tokenizing[-1].messages[0].content == "a"
+        assert router.tokenizing[-1].tools[0].name == "add"
         vectors = llm.embed(["a"] * 70, use_tqdm=False)
         assert [vector.outputs.embedding for vector in vectors] == [[1, 0.5]] * 70
 

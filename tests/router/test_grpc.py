@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -74,6 +75,44 @@ async def test_chat_and_tokenize(router: RunningRouter, worker: FakeWorker) -> N
     assert text.text == "東京"
     models = await router.inference.ListModels(inference_pb2.ListModelsRequest())
     assert [(model.id, model.max_model_len) for model in models.models] == [("tiny", 256)]
+
+
+HI = inference_pb2.ChatMessage(role="user", content="Hi")
+BEGUN = inference_pb2.ChatMessage(role="assistant", content="I say")
+ASKED = "<|im_start|>user\nHi<|im_end|>\n"
+
+
+async def test_chats_that_go_on_and_their_tokens(router: RunningRouter, worker: FakeWorker) -> None:
+    for given, options, prompt in (
+        ([HI, BEGUN], {"continue_final_message": True}, ASKED + "<|im_start|>assistant\nI say"),
+        ([HI, BEGUN], {"add_generation_prompt": False}, ASKED + "<|im_start|>assistant\nI say<|im_end|>\n"),
+        ([HI], {"add_generation_prompt": True}, ASKED + "<|im_start|>assistant\n"),
+        ([HI], {}, ASKED + "<|im_start|>assistant\n"),
+    ):
+        chat = inference_pb2.ChatRequest(messages=given, **options)
+        assert [response async for response in router.inference.Chat(chat)]
+        assert list(worker.requests[-1].prompt_token_ids) == ids_of(prompt)
+        tokens = await router.inference.Tokenize(inference_pb2.TokenizeRequest(messages=given, **options))
+        assert list(tokens.token_ids) == ids_of(prompt)
+
+
+@each_case(
+    ("fields", "field"),
+    [
+        ({"messages": [HI], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [HI, BEGUN], "continue_final_message": True, "add_generation_prompt": True}, "continue_final_"),
+        ({"messages": [HI], "text": "x"}, "text"),
+        ({"messages": [HI], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [HI], "chat_template_kwargs": '{"nothing": 1}'}, "chat_template_kwargs.nothing"),
+        ({"text": "x", "continue_final_message": True}, "continue_final_message"),
+        ({"text": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"text": "x", "tools": [inference_pb2.Tool(name="a")]}, "tools"),
+    ],
+)
+async def test_tokens_of_what_is_no_chat(router: RunningRouter, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.inference.Tokenize(inference_pb2.TokenizeRequest(**fields))
+    assert violated_field(caught.value).startswith(field)
 
 
 async def test_a_seed_is_drawn_only_if_it_matters(router: RunningRouter, worker: FakeWorker) -> None:
