@@ -32,7 +32,7 @@ MAX_BAD_WORDS = 256
 MAX_BANNED_SEQUENCES = 2 * MAX_BAD_WORDS  # each word has two
 MAX_BANNED_TOKENS = 64  # of one sequence
 
-Given = Mapping[str, object]
+GivenSampling = Mapping[str, object]
 """The parameters that a client set, by name. What it left out is missing here."""
 
 TypeForm = type | GenericAlias | UnionType
@@ -290,7 +290,7 @@ def parameters() -> dict[str, Parameter]:
 
 
 def resolve(
-    given: Given,
+    given: GivenSampling,
     limits: ModelLimits,
     *,
     num_prompt_tokens: int,
@@ -310,7 +310,7 @@ def resolve(
     )
 
 
-def checked(given: Given, limits: ModelLimits, *, name: FieldName = str) -> SamplingParams:
+def checked(given: GivenSampling, limits: ModelLimits, *, name: FieldName = str) -> SamplingParams:
     """All that does not depend on the prompt: once for all prompts of a body, as lists may be long.
 
     Raises `InvalidArgumentError` with the field as the client wrote it.
@@ -340,7 +340,7 @@ def _check_tokens(params: SamplingParams, limits: ModelLimits, name: FieldName) 
 
 
 def kept_tokens(
-    given: Given, limits: ModelLimits, *, default_max_tokens: int = DEFAULT_ROOM, name: FieldName = str
+    given: GivenSampling, limits: ModelLimits, *, default_max_tokens: int = DEFAULT_ROOM, name: FieldName = str
 ) -> int | None:
     """How many tokens a prompt may have, the last ones, if `truncate_prompt_tokens` cuts it; None: all. To be called
     before there is a prompt, and so before the other parameters are checked.
@@ -364,7 +364,7 @@ def kept_tokens(
 
 def fitted(
     params: SamplingParams,
-    given: Given,
+    given: GivenSampling,
     limits: ModelLimits,
     *,
     num_prompt_tokens: int,

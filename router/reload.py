@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from common.config import LimitSettings, PolicySettings, RouterSettings
 from common.errors import BatonError, StartupError
 from common.process.watched_files import WatchedFiles
-from router.limits.fair_queue import Places
-from router.make_front import policy_of
+from router.limits.request_queue import Places
+from router.make_gateway import policy_of
 from router.running.routes import Routes
 
 log = logging.getLogger(__name__)

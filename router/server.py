@@ -35,12 +35,12 @@ from router.api.rest.http.web_server import WebServer
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
-from router.make_front import make_front
-from router.processes.shared_state import Part
+from router.make_gateway import make_gateway
+from router.processes.router_process import RouterProcess
 from router.reload import Reload, SettingsFile
 from router.running.retries import DispatchLimits
 from router.running.threads import TextThreads
-from router.serving.front import Front
+from router.serving.gateway import Gateway
 from router.stop_signals import hang_up_signal, stop_signals
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ async def serve(
     stop: asyncio.Event | None = None,
     limits: DispatchLimits | None = None,
     file: SettingsFile | None = None,
-    part: Part | None = None,
+    process: RouterProcess | None = None,
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
-    Settings that may change are read again when `file` changes, at once with SIGHUP; so are limits and keys. `part` is
-    what this process shares with other processes of its router.
+    Settings that may change are read again when `file` changes, at once with SIGHUP; so are limits and keys. `process`
+    has what this one shares with other processes of its router.
 
     Raises `StartupError` with one line if it cannot listen, or cannot use certificates or keys.
     """
@@ -73,47 +73,47 @@ async def serve(
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
-    part = part or Part(settings)
-    quotas = Quotas(settings.limits_file, ledger=part.ledger)
+    process = process or RouterProcess(settings)
+    quotas = Quotas(settings.limits_file, ledger=process.ledger)
     threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
-    front = make_front(settings, registry, part, quotas, threads, grammar_threads, limits)
-    await part.start(vital)
-    reload = None if file is None else Reload(settings, file, front.routes, part.queue)
-    gate = front.admission.gate
+    gateway = make_gateway(settings, registry, process, quotas, threads, grammar_threads, limits)
+    await process.start(vital)
+    reload = None if file is None else Reload(settings, file, gateway.routes, process.queue)
+    gate = gateway.admission.gate
     health = Health()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         stack.callback(grammar_threads.close)
-        if part.is_replacement:
+        if process.is_replacement:
             await _join(settings, registry, vital, stack)
-        shared = part.is_one_of_several
-        stack.callback(remove, part.http_listen)
-        stack.callback(remove, part.grpc_listen)
-        http_socket = stack.enter_context(contextlib.closing(listen(part.http_listen, shared=shared)))
+        shared = process.is_one_of_several
+        stack.callback(remove, process.http_listen)
+        stack.callback(remove, process.grpc_listen)
+        http_socket = stack.enter_context(contextlib.closing(listen(process.http_listen, shared=shared)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
         grpc_server = make_server(
             client_server_options(
                 max_message_bytes=gate.limits.max_message_bytes,
-                max_connections=part.max_connections,
+                max_connections=process.max_connections,
                 max_streams=settings.max_requests + MAX_OPEN_CALLS,  # so that too many are refused, not left to wait
                 shared_port=shared,
             ),
             interceptors,
             max_calls=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
         )
-        grpc_port = bind(grpc_server, part.grpc_listen, tls)
-        add_services(grpc_server, front, registry, health)
-        probed = bind_health(part.health_listen, health, shared=shared)
-        if not part.is_replacement:
+        grpc_port = bind(grpc_server, process.grpc_listen, tls)
+        add_services(grpc_server, gateway, registry, health)
+        probed = bind_health(process.health_listen, health, shared=shared)
+        if not process.is_replacement:
             stack.push_async_callback(registry.close)
             registry.start()
 
-        app = _around(LimitMiddleware(make_app(front, settings.root_path), gate), settings, keys)
-        connections = Connections(part.max_connections, settings.receive_timeout)
+        app = _around(LimitMiddleware(make_app(gateway, settings.root_path), gate), settings, keys)
+        connections = Connections(process.max_connections, settings.receive_timeout)
         web = WebServer(http_socket, app, connections, None if tls is None else tls.server_context())
         with stop_signals(stop), hang_up_signal(functools.partial(_look_at_files, reload, quotas, keys)):
-            part.takes_signals()
-            health.renew = functools.partial(_set_health, health, front)
+            process.takes_signals()
+            health.renew = functools.partial(_set_health, health, gateway)
             health.renew()
             await grpc_server.start()
             serving = [vital.start(until_ended(grpc_server), name="grpc")]
@@ -124,24 +124,24 @@ async def serve(
             web_task = vital.start(web.run(), name="rest")
             scheme = "http" if tls is None else "https"
             http_url = f"{scheme}://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
-            if socket_path(part.http_listen) is not None:
+            if socket_path(process.http_listen) is not None:
                 http_url = settings.http_listen
             grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"
             if socket_path(settings.grpc_listen) is not None:
                 grpc_address = settings.grpc_listen
             log.info("router listens", extra={"http": http_url, "grpc": grpc_address})
             on_ready = functools.partial(ready, http_url, grpc_address) if ready else lambda: None
-            vital.start(_watch_health(health, front, on_ready), name="health")
+            vital.start(_watch_health(health, gateway, on_ready), name="health")
             vital.start(count_tasks(), name="count of tasks")
             if reload is not None:
                 vital.start(_watch_settings(reload), name="settings")
-            if not part.is_replacement:
+            if not process.is_replacement:
                 vital.start(_discover(settings, registry), name="discovery")
             try:
                 await vital.failed_or(stop)
                 for task in serving:  # gRPC servers end by themselves from here on
                     task.cancel()
-                await _drain(front, health, grpc_server, settings.drain_timeout)
+                await _drain(gateway, health, grpc_server, settings.drain_timeout)
             finally:
                 vital.let_end()
                 web.stop()
@@ -184,39 +184,41 @@ async def _discover(settings: RouterSettings, registry: Registry) -> None:
     await asyncio.Event().wait()  # every worker is fixed
 
 
-def run(settings: RouterSettings, ready: Ready, file: SettingsFile | None = None, part: Part | None = None) -> None:
+def run(
+    settings: RouterSettings, ready: Ready, file: SettingsFile | None = None, process: RouterProcess | None = None
+) -> None:
     """`serve` in this process, on the fastest event loop there is."""
     keep_few_arenas()
     allow_open_files(2 * settings.max_connections + OTHER_OPEN_FILES)
     try:
         import uvloop
     except ImportError:  # not available on Windows
-        asyncio.run(serve(settings, ready, file=file, part=part))
+        asyncio.run(serve(settings, ready, file=file, process=process))
     else:
-        uvloop.run(serve(settings, ready, file=file, part=part))
+        uvloop.run(serve(settings, ready, file=file, process=process))
 
 
 def _host(address: str) -> str:
     return address.rpartition(":")[0] or "127.0.0.1"
 
 
-def _set_health(health: Health, front: Front) -> None:
-    inference = NOT_SERVING if front.not_ready() else SERVING
+def _set_health(health: Health, gateway: Gateway) -> None:
+    inference = NOT_SERVING if gateway.not_ready() else SERVING
     health.set("", inference)
     health.set(INFERENCE.full_name, inference)
     for service in (ROUTER, DEMAND):
         health.set(service.full_name, SERVING)
 
 
-async def _watch_health(health: Health, front: Front, on_ready: Callable[[], None]) -> None:
+async def _watch_health(health: Health, gateway: Gateway, on_ready: Callable[[], None]) -> None:
     """Keeps the health service true, and says once that the first request can be served."""
     was_ready = False
     while True:
-        _set_health(health, front)
-        if not was_ready and not front.admission.not_ready():
+        _set_health(health, gateway)
+        if not was_ready and not gateway.admission.not_ready():
             was_ready = True
             on_ready()
-        await front.admission.registry.changed(CHECK_HEALTH_S)
+        await gateway.admission.registry.changed(CHECK_HEALTH_S)
 
 
 def _look_at_files(reload: Reload | None, quotas: Quotas, keys: ApiKeys | None) -> None:
@@ -237,17 +239,17 @@ async def _watch_settings(reload: Reload) -> None:
         reload.look()
 
 
-async def _drain(front: Front, health: Health, grpc_server: grpc.aio.Server, timeout_s: float) -> None:
+async def _drain(gateway: Gateway, health: Health, grpc_server: grpc.aio.Server, timeout_s: float) -> None:
     """Finishes what runs. gRPC clients are told first (GOAWAY), so that those with a connection of long standing take
     their next request to another router by themselves rather than having it refused here."""
     log.info("router drains", extra={"timeout_s": timeout_s})
     health.end()
     closing = asyncio.create_task(grpc_server.stop(timeout_s))
     await asyncio.sleep(0)  # it has begun
-    front.admission.drain()
+    gateway.admission.drain()
     try:
         async with asyncio.timeout(timeout_s):
-            await front.admission.idle()
+            await gateway.admission.idle()
     except TimeoutError:
         log.warning("answers were cut off: they took longer than the drain timeout")
     closing.cancel()  # streams that never end by themselves, as of load or health, are not waited for

@@ -22,7 +22,7 @@ from text.thought import MAX_BREAKS, Thought, after_thought
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class ChatAnswer:
+class AnswerForm:
     """What the answer to one chat may be, before anybody knows whether the client gives it a form."""
 
     tools: Tools

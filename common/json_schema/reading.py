@@ -11,7 +11,7 @@ from typing import Any
 from common.json_schema import numbers
 from common.json_schema.patterns import lookaheads
 from common.json_schema.plain import NUMBERS, TYPES, Plain, UnkeptError, all_of, any_of, is_same
-from common.json_schema.references import DRAFT_6, DRAFT_7, DRAFT_2019, Document, Place
+from common.json_schema.references import DRAFT_6, DRAFT_7, DRAFT_2019, Document, Location
 
 # Formats that llguidance keeps, and those that the standard defines and llguidance lacks. Any other is an annotation,
 # says the standard.
@@ -111,57 +111,57 @@ class Reader:
         self._document = Document(root)
         self._root = root
         self._numbers: dict[tuple[str, ...], int] = {}  # of definitions, by their paths
-        self._waiting: list[tuple[Any, Place, int]] = []
+        self._waiting: list[tuple[Any, Location, int]] = []
         self.definitions: dict[int, Plain] = {}
         self.bounds: set[float] = set()  # of numbers, in all of the document
 
     def read(self) -> Plain:
         """The root. Raises `UnkeptError`."""
-        root = self._schema(self._root, Place())
+        root = self._schema(self._root, Location())
         while self._waiting:
-            schema, place, number = self._waiting.pop()
-            self.definitions[number] = self._schema(schema, place)
+            schema, location, number = self._waiting.pop()
+            self.definitions[number] = self._schema(schema, location)
         return root
 
-    def _schema(self, schema: Any, place: Place) -> Plain:
+    def _schema(self, schema: Any, location: Location) -> Plain:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise UnkeptError("schema", str(place), "must be an object, or true or false")
-        place = self._document.at(schema, place)
-        plain: dict[str, Any] = {"type": self._types(schema, place)}
+            raise UnkeptError("schema", str(location), "must be an object, or true or false")
+        location = self._document.at(schema, location)
+        plain: dict[str, Any] = {"type": self._types(schema, location)}
         parts: list[tuple[str, Any, str]] = []
         late: list[tuple[str, Any, str]] = []
         for keyword, value in schema.items():
-            if _SINCE.get(keyword, 0) > place.draft:
+            if _SINCE.get(keyword, 0) > location.draft:
                 continue
             if keyword == "pattern" and isinstance(value, str) and (ahead := lookaheads(value)) is not None:
-                parts.append(("allOf", self._ahead(*ahead, place), str(place / keyword)))
+                parts.append(("allOf", self._ahead(*ahead, location), str(location / keyword)))
                 continue
             if (read := _KEYWORDS.get(keyword)) is not None and not (keyword == "format" and value in list(_PATTERNS)):
-                read(self, schema, value, place, plain)
+                read(self, schema, value, location, plain)
                 if keyword in ("properties", "prefixItems", "items"):
                     plain["before"] = len(parts)
             elif keyword == "format" and value in list(_PATTERNS):
-                parts.append(("allOf", [{"type": TYPES, "pattern": _PATTERNS[value]}], str(place / keyword)))
+                parts.append(("allOf", [{"type": TYPES, "pattern": _PATTERNS[value]}], str(location / keyword)))
             elif (read_parts := _PARTS.get(keyword)) is not None:
                 some = parts if keyword in _NAMING else late
-                some += [(kind, part, str(place / keyword)) for kind, part in read_parts(self, schema, value, place)]
-        self._unevaluated(schema, plain, place)
+                some += [(kind, part, str(location / keyword)) for kind, part in read_parts(self, schema, value, location)]
+        self._unevaluated(schema, plain, location)
         if parts := parts + late:
             plain["parts"] = parts
         else:
             plain.pop("before", None)
         return True if plain == {"type": TYPES} else plain
 
-    def _ahead(self, matching: list[str], others: list[str], place: Place) -> list[Plain]:
+    def _ahead(self, matching: list[str], others: list[str], location: Location) -> list[Plain]:
         """Texts with some patterns, and without others."""
         found: list[Plain] = [{"type": TYPES, "pattern": pattern} for pattern in matching]
         for pattern in others:
-            found.append(any_of([{"type": TYPES - {"string"}}, _negated({"type": TYPES, "pattern": pattern}, place)]))
+            found.append(any_of([{"type": TYPES - {"string"}}, _negated({"type": TYPES, "pattern": pattern}, location)]))
         return found
 
-    def _types(self, schema: dict[str, Any], place: Place) -> frozenset[str]:
+    def _types(self, schema: dict[str, Any], location: Location) -> frozenset[str]:
         given = schema.get("type")
         if given is None and "type" not in schema:
             return TYPES
@@ -173,156 +173,156 @@ class Reader:
             elif isinstance(name, str) and name in TYPES and name != "fraction":
                 types.add(name)
             else:
-                raise UnkeptError("type", str(place), f"Invalid type: {name}")
+                raise UnkeptError("type", str(location), f"Invalid type: {name}")
         return frozenset(types)
 
-    def _list(self, values: Any, place: Place) -> list[Plain]:
+    def _list(self, values: Any, location: Location) -> list[Plain]:
         if not isinstance(values, list) or not values:
-            raise UnkeptError(place.path[-1], str(place), "must be a list of schemas that is not empty")
-        return [self._schema(value, place / index) for index, value in enumerate(values)]
+            raise UnkeptError(location.path[-1], str(location), "must be a list of schemas that is not empty")
+        return [self._schema(value, location / index) for index, value in enumerate(values)]
 
-    def _mapping(self, values: Any, place: Place) -> dict[str, Plain]:
+    def _mapping(self, values: Any, location: Location) -> dict[str, Plain]:
         if not isinstance(values, dict):
-            raise UnkeptError(place.path[-1], str(place), "must be an object of schemas")
-        return {key: self._schema(value, place / key) for key, value in values.items()}
+            raise UnkeptError(location.path[-1], str(location), "must be an object of schemas")
+        return {key: self._schema(value, location / key) for key, value in values.items()}
 
     # ------------------------------------------------------------------------------------------------ keywords
 
-    def _const(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
-        self._restrict(plain, [numbers.check_constant(value, "const", str(place))])
+    def _const(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
+        self._restrict(plain, [numbers.check_constant(value, "const", str(location))])
 
-    def _enum(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+    def _enum(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         if not isinstance(value, list):
-            raise UnkeptError("enum", str(place), "must be a list")
-        self._restrict(plain, numbers.check_constant(value, "enum", str(place)))
+            raise UnkeptError("enum", str(location), "must be a list")
+        self._restrict(plain, numbers.check_constant(value, "enum", str(location)))
 
     def _restrict(self, plain: dict[str, Any], values: list[Any]) -> None:
         before = plain.get("enum")
         plain["enum"] = values if before is None else [one for one in before if any(is_same(one, v) for v in values)]
 
-    def _bound(self, schema: dict[str, Any], value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
+    def _bound(self, schema: dict[str, Any], value: Any, location: Location, plain: dict[str, Any], keyword: str) -> None:
         exclusive = "exclusive" + keyword[0].upper() + keyword[1:]
         is_exclusive = schema.get(exclusive) is True  # as draft 4 has it
-        bound = numbers.number(value, keyword, str(place))
+        bound = numbers.number(value, keyword, str(location))
         plain[exclusive if is_exclusive else keyword] = bound
         self.bounds.add(bound)
 
-    def _exclusive(self, value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
+    def _exclusive(self, value: Any, location: Location, plain: dict[str, Any], keyword: str) -> None:
         if not isinstance(value, bool):
-            plain[keyword] = numbers.number(value, keyword, str(place))
+            plain[keyword] = numbers.number(value, keyword, str(location))
             self.bounds.add(plain[keyword])
 
-    def _multiple(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
-        if (multiple := numbers.number(value, "multipleOf", str(place))) <= 0:
-            raise UnkeptError("multipleOf", str(place), f"must be above 0, not {value}")
+    def _multiple(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
+        if (multiple := numbers.number(value, "multipleOf", str(location))) <= 0:
+            raise UnkeptError("multipleOf", str(location), f"must be above 0, not {value}")
         plain["multipleOf"] = multiple
 
-    def _size(self, value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
+    def _size(self, value: Any, location: Location, plain: dict[str, Any], keyword: str) -> None:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UnkeptError(keyword, str(place), f"must be an integer of at least 0, not {value!r}")
+            raise UnkeptError(keyword, str(location), f"must be an integer of at least 0, not {value!r}")
         plain[keyword] = value
 
-    def _pattern(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+    def _pattern(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         if not isinstance(value, str):
-            raise UnkeptError("pattern", str(place), "must be a text")
+            raise UnkeptError("pattern", str(location), "must be a text")
         plain["pattern"] = value
 
-    def _format(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+    def _format(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         if not isinstance(value, str):
-            raise UnkeptError("format", str(place), "must be a text")
+            raise UnkeptError("format", str(location), "must be a text")
         if value in FORMATS or value in _UNKEPT_FORMATS:
             plain["format"] = value
 
-    def _required(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+    def _required(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         if isinstance(value, bool):  # of a property, as draft 3 had it: it constrains nothing here
             return
-        plain["required"] = _names(value, "required", place)
+        plain["required"] = _names(value, "required", location)
 
-    def _properties(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
-        plain["properties"] = self._mapping(value, place / "properties")
+    def _properties(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
+        plain["properties"] = self._mapping(value, location / "properties")
 
-    def _patterns(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
-        plain["patternProperties"] = self._mapping(value, place / "patternProperties")
+    def _patterns(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
+        plain["patternProperties"] = self._mapping(value, location / "patternProperties")
 
-    def _inner(self, value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
-        plain[keyword] = self._schema(value, place / keyword)
+    def _inner(self, value: Any, location: Location, plain: dict[str, Any], keyword: str) -> None:
+        plain[keyword] = self._schema(value, location / keyword)
 
-    def _items(self, schema: dict[str, Any], value: Any, place: Place, plain: dict[str, Any]) -> None:
+    def _items(self, schema: dict[str, Any], value: Any, location: Location, plain: dict[str, Any]) -> None:
         if isinstance(value, list):
-            plain["prefixItems"] = [self._schema(one, place / "items" / n) for n, one in enumerate(value)]
+            plain["prefixItems"] = [self._schema(one, location / "items" / n) for n, one in enumerate(value)]
             if "additionalItems" in schema:
-                plain["items"] = self._schema(schema["additionalItems"], place / "additionalItems")
+                plain["items"] = self._schema(schema["additionalItems"], location / "additionalItems")
         else:
-            plain["items"] = self._schema(value, place / "items")
+            plain["items"] = self._schema(value, location / "items")
 
-    def _prefix(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
-        plain["prefixItems"] = self._list(value, place / "prefixItems")
+    def _prefix(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
+        plain["prefixItems"] = self._list(value, location / "prefixItems")
 
-    def _unique(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+    def _unique(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         if not isinstance(value, bool):
-            raise UnkeptError("uniqueItems", str(place), "must be true or false")
+            raise UnkeptError("uniqueItems", str(location), "must be true or false")
         if value:
             plain["uniqueItems"] = True
 
-    def _unevaluated(self, schema: dict[str, Any], plain: dict[str, Any], place: Place) -> None:
+    def _unevaluated(self, schema: dict[str, Any], plain: dict[str, Any], location: Location) -> None:
         for keyword, sibling in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-            if keyword not in schema or _SINCE[keyword] > place.draft or schema[keyword] in (True, {}):
+            if keyword not in schema or _SINCE[keyword] > location.draft or schema[keyword] in (True, {}):
                 continue
             if sibling in plain:  # then nothing is left unevaluated
                 continue
             if set(schema) & _IN_PLACE or "contains" in schema:
                 raise UnkeptError(
-                    keyword, str(place), "is only kept without $ref, allOf, anyOf, oneOf and others beside it"
+                    keyword, str(location), "is only kept without $ref, allOf, anyOf, oneOf and others beside it"
                 )
-            plain[sibling] = self._schema(schema[keyword], place / keyword)
+            plain[sibling] = self._schema(schema[keyword], location / keyword)
 
     # --------------------------------------------------------------------------------------------------- parts
 
-    def _reference(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+    def _reference(self, _: Any, value: Any, location: Location) -> list[tuple[str, Any]]:
         if not isinstance(value, str):
-            raise UnkeptError("$ref", str(place), "must be a text")
-        schema, target = self._document.resolve(value, place)
+            raise UnkeptError("$ref", str(location), "must be a text")
+        schema, target = self._document.resolve(value, location)
         number = self._numbers.get(target.path)
         if number is None:
             number = self._numbers[target.path] = len(self._numbers)
             self._waiting.append((schema, target, number))
         return [("$ref", number)]
 
-    def _dynamic(self, _: Any, __: Any, place: Place) -> list[tuple[str, Any]]:
-        raise UnkeptError("$dynamicRef", str(place), "is not supported")
+    def _dynamic(self, _: Any, __: Any, location: Location) -> list[tuple[str, Any]]:
+        raise UnkeptError("$dynamicRef", str(location), "is not supported")
 
-    def _all(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
-        return [("allOf", self._list(value, place / "allOf"))]
+    def _all(self, _: Any, value: Any, location: Location) -> list[tuple[str, Any]]:
+        return [("allOf", self._list(value, location / "allOf"))]
 
-    def _any(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
-        return [("anyOf", self._list(value, place / "anyOf"))]
+    def _any(self, _: Any, value: Any, location: Location) -> list[tuple[str, Any]]:
+        return [("anyOf", self._list(value, location / "anyOf"))]
 
-    def _one(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
-        return [("oneOf", self._list(value, place / "oneOf"))]
+    def _one(self, _: Any, value: Any, location: Location) -> list[tuple[str, Any]]:
+        return [("oneOf", self._list(value, location / "oneOf"))]
 
-    def _not(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
-        return [("not", self._schema(value, place / "not"))]
+    def _not(self, _: Any, value: Any, location: Location) -> list[tuple[str, Any]]:
+        return [("not", self._schema(value, location / "not"))]
 
-    def _if(self, schema: dict[str, Any], value: Any, place: Place) -> list[tuple[str, Any]]:
+    def _if(self, schema: dict[str, Any], value: Any, location: Location) -> list[tuple[str, Any]]:
         if "then" not in schema and "else" not in schema:
             return []
-        condition = self._schema(value, place / "if")
-        then = self._schema(schema.get("then", True), place / "then")
+        condition = self._schema(value, location / "if")
+        then = self._schema(schema.get("then", True), location / "then")
         if "else" not in schema:
-            return [("anyOf", [_negated(condition, place / "if"), then])]
-        other = self._schema(schema["else"], place / "else")
+            return [("anyOf", [_negated(condition, location / "if"), then])]
+        other = self._schema(schema["else"], location / "else")
         if "then" not in schema:
             return [("anyOf", [condition, other])]
-        return [("anyOf", [all_of([condition, then]), all_of([_negated(condition, place / "if"), other])])]
+        return [("anyOf", [all_of([condition, then]), all_of([_negated(condition, location / "if"), other])])]
 
-    def _dependencies(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+    def _dependencies(self, _: Any, value: Any, location: Location) -> list[tuple[str, Any]]:
         if not isinstance(value, dict):
-            raise UnkeptError("dependencies", str(place), "must be an object")
+            raise UnkeptError("dependencies", str(location), "must be an object")
         parts: list[tuple[str, Any]] = []
         for key, needs in value.items():
-            at = place / "dependencies" / key
+            at = location / "dependencies" / key
             if isinstance(needs, list | str):
                 names = _names([needs] if isinstance(needs, str) else needs, "dependencies", at)
                 then: Plain = {"type": TYPES, "required": names} if names else True
@@ -334,33 +334,33 @@ class Reader:
         return parts
 
 
-def _negated(schema: Plain, place: Place) -> Plain:
-    return {"type": TYPES, "parts": [("not", schema, str(place))]}
+def _negated(schema: Plain, location: Location) -> Plain:
+    return {"type": TYPES, "parts": [("not", schema, str(location))]}
 
 
-def _names(value: Any, keyword: str, place: Place) -> list[str]:
+def _names(value: Any, keyword: str, location: Location) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise UnkeptError(keyword, str(place), "must be a list of texts")
+        raise UnkeptError(keyword, str(location), "must be a list of texts")
     return list(dict.fromkeys(value))
 
 
-_Read = Callable[[Reader, Any, Any, Place, dict[str, Any]], None]
+_Read = Callable[[Reader, Any, Any, Location, dict[str, Any]], None]
 
 
 def _bound(keyword: str) -> _Read:
-    return lambda reader, schema, value, place, plain: reader._bound(schema, value, place, plain, keyword)
+    return lambda reader, schema, value, location, plain: reader._bound(schema, value, location, plain, keyword)
 
 
 def _exclusive(keyword: str) -> _Read:
-    return lambda reader, _, value, place, plain: reader._exclusive(value, place, plain, keyword)
+    return lambda reader, _, value, location, plain: reader._exclusive(value, location, plain, keyword)
 
 
 def _size(keyword: str) -> _Read:
-    return lambda reader, _, value, place, plain: reader._size(value, place, plain, keyword)
+    return lambda reader, _, value, location, plain: reader._size(value, location, plain, keyword)
 
 
 def _inner(keyword: str) -> _Read:
-    return lambda reader, _, value, place, plain: reader._inner(value, place, plain, keyword)
+    return lambda reader, _, value, location, plain: reader._inner(value, location, plain, keyword)
 
 
 _KEYWORDS: dict[str, _Read] = {
@@ -384,7 +384,7 @@ _KEYWORDS: dict[str, _Read] = {
     "contains": _inner("contains"),
     "uniqueItems": Reader._unique,
 }
-_PARTS: dict[str, Callable[[Reader, Any, Any, Place], list[tuple[str, Any]]]] = {
+_PARTS: dict[str, Callable[[Reader, Any, Any, Location], list[tuple[str, Any]]]] = {
     "$ref": Reader._reference,
     "$dynamicRef": Reader._dynamic,
     "$recursiveRef": Reader._dynamic,

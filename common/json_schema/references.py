@@ -31,7 +31,7 @@ DRAFT_6, DRAFT_7, DRAFT_2019 = 2, 3, 4
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class Location:
     """Where a schema stands. `resource`: the place of the schema with an id that it belongs to."""
 
     path: tuple[str, ...] = ()
@@ -42,65 +42,65 @@ class Place:
     def __str__(self) -> str:
         return "/".join(["#", *map(step, self.path)])
 
-    def __truediv__(self, part: str | int) -> Place:
+    def __truediv__(self, part: str | int) -> Location:
         return replace(self, path=(*self.path, str(part)))
 
 
 class Document:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._places: dict[str, list[Place]] = {}  # by URI; of several, the nearest is meant
-        self._anchors: dict[tuple[tuple[str, ...], str], Place] = {}
+        self._locations: dict[str, list[Location]] = {}  # by URI; of several, the nearest is meant
+        self._anchors: dict[tuple[tuple[str, ...], str], Location] = {}
         self._index()
 
     def _index(self) -> None:
-        waiting: list[tuple[Any, Place]] = [(self._root, Place())]
+        waiting: list[tuple[Any, Location]] = [(self._root, Location())]
         while waiting:
-            schema, place = waiting.pop()
+            schema, location = waiting.pop()
             if not isinstance(schema, dict):
                 continue
-            place = self.at(schema, place)
-            if place.path == place.resource:
-                self._places.setdefault(place.base, []).append(place)
+            location = self.at(schema, location)
+            if location.path == location.resource:
+                self._locations.setdefault(location.base, []).append(location)
             for name in ("$anchor", "$dynamicAnchor"):
                 if isinstance(anchor := schema.get(name), str):
-                    self._anchors[place.resource, anchor] = place
-            if (id_ := _id(schema, place.draft)).startswith("#"):
-                self._anchors[place.resource, id_[1:]] = place
-            waiting += [(inner, place_) for inner, place_ in _inside(schema, place)]
+                    self._anchors[location.resource, anchor] = location
+            if (id_ := _id(schema, location.draft)).startswith("#"):
+                self._anchors[location.resource, id_[1:]] = location
+            waiting += [(inner, place_) for inner, place_ in _inside(schema, location)]
 
-    def at(self, schema: dict[str, Any], place: Place) -> Place:
-        """`place` of `schema`, with the resource that the schema begins, if it does."""
+    def at(self, schema: dict[str, Any], location: Location) -> Location:
+        """`location` of `schema`, with the resource that the schema begins, if it does."""
         if isinstance(name := schema.get("$schema"), str):
             draft = next((number for number, draft in enumerate(DRAFTS) if draft in name), len(DRAFTS))
-            place = replace(place, draft=draft)
-        id_ = _id(schema, place.draft)
+            location = replace(location, draft=draft)
+        id_ = _id(schema, location.draft)
         if not id_ or id_.startswith("#"):
-            return place
-        return replace(place, resource=place.path, base=urldefrag(urljoin(place.base, id_)).url)
+            return location
+        return replace(location, resource=location.path, base=urldefrag(urljoin(location.base, id_)).url)
 
-    def resolve(self, reference: str, place: Place) -> tuple[Any, Place]:
-        """The schema that `reference`, which stands at `place`, leads to. Raises `UnkeptError`."""
+    def resolve(self, reference: str, location: Location) -> tuple[Any, Location]:
+        """The schema that `reference`, which stands at `location`, leads to. Raises `UnkeptError`."""
         uri, fragment = urldefrag(reference)
-        resource = Place(place.resource, place.resource, place.base)
+        resource = Location(location.resource, location.resource, location.base)
         if uri:
-            uri = urldefrag(urljoin(place.base, uri)).url
-            if uri != place.base or not self._places.get(uri):
-                found = self._places.get(uri)
+            uri = urldefrag(urljoin(location.base, uri)).url
+            if uri != location.base or not self._locations.get(uri):
+                found = self._locations.get(uri)
                 if not found:
-                    raise UnkeptError("$ref", str(place), f"{reference!r} is not in this schema")
-                resource = max(found, key=lambda one: _num_common(one.path, place.path))
+                    raise UnkeptError("$ref", str(location), f"{reference!r} is not in this schema")
+                resource = max(found, key=lambda one: _num_common(one.path, location.path))
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             if (anchor := self._anchors.get((resource.path, fragment))) is None:
-                raise UnkeptError("$ref", str(place), f"there is no anchor {fragment!r}")
-            return self._walk(Place(), anchor.path, reference, place)
+                raise UnkeptError("$ref", str(location), f"there is no anchor {fragment!r}")
+            return self._walk(Location(), anchor.path, reference, location)
         steps = tuple(one.replace("~1", "/").replace("~0", "~") for one in fragment.split("/")[1:] if fragment)
         if steps == ("",):
             steps = ()
-        return self._walk(Place(), (*resource.path, *steps), reference, place)
+        return self._walk(Location(), (*resource.path, *steps), reference, location)
 
-    def _walk(self, begin: Place, path: tuple[str, ...], reference: str, place: Place) -> tuple[Any, Place]:
+    def _walk(self, begin: Location, path: tuple[str, ...], reference: str, location: Location) -> tuple[Any, Location]:
         value, at = self._root, begin
         if isinstance(value, dict):
             at = self.at(value, at)
@@ -110,7 +110,7 @@ class Document:
             elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
                 value = value[int(name)]
             else:
-                raise UnkeptError("$ref", str(place), f"{reference!r} leads nowhere")
+                raise UnkeptError("$ref", str(location), f"{reference!r} leads nowhere")
             at = at / name
             if isinstance(value, dict):
                 at = self.at(value, at)
@@ -128,18 +128,18 @@ def _id(schema: dict[str, Any], draft: int) -> str:
     return next((schema[name] for name in names if isinstance(schema.get(name), str)), "")
 
 
-def _inside(schema: dict[str, Any], place: Place) -> Iterator[tuple[Any, Place]]:
+def _inside(schema: dict[str, Any], location: Location) -> Iterator[tuple[Any, Location]]:
     for name in _SCHEMA:
         if name in schema:
-            yield schema[name], place / name
+            yield schema[name], location / name
     for name in _LIST:
         if isinstance(schema.get(name), list):
             for index, inner in enumerate(schema[name]):
-                yield inner, place / name / index
+                yield inner, location / name / index
     for name in _MAPPING:
         if isinstance(schema.get(name), dict):
             for key, inner in schema[name].items():
-                yield inner, place / name / key
+                yield inner, location / name / key
 
 
 def _num_common(one: tuple[str, ...], other: tuple[str, ...]) -> int:

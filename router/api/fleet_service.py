@@ -15,8 +15,8 @@ from protos.convert import role_to_proto, state_to_proto
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.fleet.track_record import Traffic
-from router.processes.question import Question
-from router.processes.shared_state import Part
+from router.processes.process_query import ProcessQuery
+from router.processes.router_process import RouterProcess
 
 STATUS_TIMEOUT_S = 2.0
 BREAKERS = ("closed", "half open", "slow", "open")  # what keeps more requests away comes later
@@ -37,11 +37,11 @@ class WorkerView:
 class FleetService:
     """Workers are asked by one call at a time: others that come meanwhile get what it gets."""
 
-    def __init__(self, registry: Registry, part: Part) -> None:
+    def __init__(self, registry: Registry, process: RouterProcess) -> None:
         self._registry = registry
-        self._part = part
-        self._question = Question("workers", WorkerView, self._views)
-        part.answers(self._question)
+        self._process = process
+        self._query = ProcessQuery("workers", WorkerView, self._views)
+        process.answers(self._query)
         self._asking: asyncio.Task[router_pb2.GetFleetResponse] | None = None
 
     async def GetFleet(  # noqa: N802
@@ -56,7 +56,7 @@ class FleetService:
             ask_worker(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
             for endpoint in self._registry.endpoints()
         ]
-        views, workers = await asyncio.gather(self._part.ask(self._question), asyncio.gather(*asked))
+        views, workers = await asyncio.gather(self._process.ask(self._query), asyncio.gather(*asked))
         for worker in workers:
             _add_views(worker, [view for view in views if view.address == worker.address])
         return router_pb2.GetFleetResponse(workers=workers)

@@ -23,7 +23,7 @@ from router.api.inference_service import InferenceService
 from router.fleet.registry import Registry
 from router.limits.demand import DemandService
 from router.limits.gate import MESSAGE_BYTES, Gate, GateLimits
-from router.serving.front import Front
+from router.serving.gateway import Gateway
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
@@ -62,12 +62,12 @@ def bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.ai
     return server
 
 
-def add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: Health) -> None:
-    admission = front.admission
-    demand, fleet = DemandService(admission.demand), FleetService(registry, front.part)
+def add_services(server: grpc.aio.Server, gateway: Gateway, registry: Registry, health: Health) -> None:
+    admission = gateway.admission
+    demand, fleet = DemandService(admission.demand), FleetService(registry, gateway.process)
     size = admission.gate.limits.max_message_bytes
     open_gate = _open_gate(size)
-    add_service(server, INFERENCE, InferenceService(front), admission.gate, admission.max_request_bytes)
+    add_service(server, INFERENCE, InferenceService(gateway), admission.gate, admission.max_request_bytes)
     add_service(server, ROUTER, fleet, admission.gate)
     add_service(server, DEMAND, demand, open_gate, endless=True)
     add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out

@@ -24,7 +24,7 @@ from router.limits.clients import call_hints
 from router.running.embedding import check_num_inputs
 from router.running.request import GenerationRequest, Output, Prompt
 from router.serving.choices import candidates, likeliest, merged
-from router.serving.front import Front
+from router.serving.gateway import Gateway
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -40,8 +40,8 @@ def _choices_field(name: str) -> str:
 class InferenceService:
     """Handlers raise `BatonError`; `grpc_handlers` makes a status of it."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -56,14 +56,14 @@ class InferenceService:
     async def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
-        arrived_at, front, client = time.monotonic(), self._front, current_client.get()
-        with front.admission.running("grpc", context.time_remaining(), current_client.get()):
-            model = await front.admission.serving(request.model)
+        arrived_at, gateway, client = time.monotonic(), self._gateway, current_client.get()
+        with gateway.admission.running("grpc", context.time_remaining(), current_client.get()):
+            model = await gateway.admission.serving(request.model)
             check_num_inputs(len(request.inputs), "inputs")
             prompts = await self._embed_prompts(model, request)
             if request.pooling not in embed_pb2.Pooling.values():
                 raise InvalidArgumentError("pooling", f"{request.pooling} is not known")
-            wanted = front.preparation.embed_request(
+            wanted = gateway.preparation.embed_request(
                 model,
                 prompts,
                 request_id=request.request_id,
@@ -75,8 +75,8 @@ class InferenceService:
                 timeout_s=context.time_remaining(),
                 client=client,
             )
-            with front.admission.gate.bytes_held() as held:
-                embedded = await front.embedder.embed(wanted, held.grow)
+            with gateway.admission.gate.bytes_held() as held:
+                embedded = await gateway.embedder.embed(wanted, held.grow)
                 response = inference_pb2.EmbedResponse(request_id=wanted.request_id, model=model.limits.model)
                 for one in embedded:
                     response.embeddings.add(values=one.values)
@@ -92,7 +92,7 @@ class InferenceService:
                 raise InvalidArgumentError(f"inputs[{index}]", "set one of text and token_ids")
             given.append(list(one.token_ids) or one.text)
         special = _adds_special_tokens(request)
-        return await self._front.preparation.prompts(
+        return await self._gateway.preparation.prompts(
             model, given, "inputs", add_special_tokens=special, has_answer=False
         )
 
@@ -119,11 +119,11 @@ class InferenceService:
         action: worker_pb2.CacheAction.ValueType,
         seconds: float | None = None,
     ) -> inference_pb2.PrefixResponse:
-        front, client = self._front, current_client.get()
-        with front.admission.running("grpc", context.time_remaining(), client):
-            model = await front.admission.serving(prefix.model)
+        gateway, client = self._gateway, current_client.get()
+        with gateway.admission.running("grpc", context.time_remaining(), client):
+            model = await gateway.admission.serving(prefix.model)
             try:
-                hint = front.preparation.prefix_hint(
+                hint = gateway.preparation.prefix_hint(
                     model,
                     await self._prefix_prompt(model, prefix),
                     num_tokens=prefix.num_tokens,
@@ -135,7 +135,7 @@ class InferenceService:
             except InvalidArgumentError as error:
                 field = error.field if error.field == "seconds" else f"prefix.{error.field}"
                 raise InvalidArgumentError(field, error.reason) from error
-            hinted = await front.prefix_hints.give(hint, action)
+            hinted = await gateway.prefix_hints.give(hint, action)
         workers = [message_of(one, inference_pb2.PrefixOnWorker) for one in hinted.workers]
         return inference_pb2.PrefixResponse(num_tokens=hinted.num_tokens, num_blocks=hinted.num_blocks, workers=workers)
 
@@ -158,20 +158,20 @@ class InferenceService:
         chat = inference_pb2.ChatRequest(
             messages=prefix.messages, tools=prefix.tools, chat_template_kwargs=prefix.chat_template_kwargs
         )
-        return await self._front.preparation.chat_prompt(model, conversation(chat))
+        return await self._gateway.preparation.chat_prompt(model, conversation(chat))
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _context: Context
     ) -> inference_pb2.TokenizeResponse:
-        self._front.admission.charge(current_client.get())
-        model = self._front.admission.served(request.model)
+        self._gateway.admission.charge(current_client.get())
+        model = self._gateway.admission.served(request.model)
         if request.messages:
             return inference_pb2.TokenizeResponse(token_ids=await self._chat_token_ids(model, request))
         for field in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
             if any(one.name == field for one, _ in request.ListFields()):
                 raise InvalidArgumentError(field, "is only for messages")
         special = _adds_special_tokens(request)
-        ids = await self._front.preparation.tokenize(model, request.text, "text", add_special_tokens=special)
+        ids = await self._gateway.preparation.tokenize(model, request.text, "text", add_special_tokens=special)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def _chat_token_ids(self, model: ServedModel, request: inference_pb2.TokenizeRequest) -> list[int]:
@@ -188,15 +188,17 @@ class InferenceService:
             continue_final_message=request.continue_final_message,
         )
         check_messages(len(chat.messages), model.limits, "messages")
-        return (await self._front.preparation.chat_prompt(model, conversation(chat), has_answer=False)).token_ids
+        return (await self._gateway.preparation.chat_prompt(model, conversation(chat), has_answer=False)).token_ids
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        self._front.admission.charge(current_client.get())
-        model = self._front.admission.served(request.model)
+        self._gateway.admission.charge(current_client.get())
+        model = self._gateway.admission.served(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await self._front.preparation.detokenize(model, request.token_ids, "token_ids", skip_special_tokens=skip)
+        text = await self._gateway.preparation.detokenize(
+            model, request.token_ids, "token_ids", skip_special_tokens=skip
+        )
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
@@ -204,7 +206,7 @@ class InferenceService:
     ) -> inference_pb2.ListModelsResponse:
         models = [
             inference_pb2.Model(id=name, max_model_len=model.limits.max_model_len)
-            for name, model in self._front.admission.models().items()
+            for name, model in self._gateway.admission.models().items()
         ]
         return inference_pb2.ListModelsResponse(models=models)
 
@@ -216,12 +218,12 @@ class InferenceService:
         given = list(request.prompt_token_ids) or request.prompt
         field = "prompt_token_ids" if request.prompt_token_ids else "prompt"
         special = _adds_special_tokens(request)
-        prepare = self._front.preparation.prompts
+        prepare = self._gateway.preparation.prompts
         return (await prepare(model, [given], field, add_special_tokens=special, keep=keep))[0]
 
     async def _chat_prompt(self, model: ServedModel, request: inference_pb2.ChatRequest, keep: int | None) -> Prompt:
         check_messages(len(request.messages), model.limits, "messages")
-        return await self._front.preparation.chat_prompt(model, conversation(request), keep=keep)
+        return await self._gateway.preparation.chat_prompt(model, conversation(request), keep=keep)
 
     async def _answer(
         self,
@@ -229,16 +231,16 @@ class InferenceService:
         make_prompt: Callable[[ServedModel, int | None], Awaitable[Prompt]],
         context: Context,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        arrived_at, front, client = time.monotonic(), self._front, current_client.get()
-        with front.admission.running("grpc", context.time_remaining(), client):
-            model = await front.admission.serving(request.model)
+        arrived_at, gateway, client = time.monotonic(), self._gateway, current_client.get()
+        with gateway.admission.running("grpc", context.time_remaining(), client):
+            model = await gateway.admission.serving(request.model)
             sampling = given_fields(request.sampling_params)
             prompt = await make_prompt(model, kept_tokens(sampling, model.limits, name=_field_name))
             choices = value_of(request.choices, Choices)
             choices.check(_choices_field)
             if choices.are_compared:
                 sampling.setdefault("logprobs", 0)  # they decide which are the best
-            (first,) = front.preparation.requests(
+            (first,) = gateway.preparation.requests(
                 model,
                 [prompt],
                 sampling,
@@ -255,14 +257,14 @@ class InferenceService:
                 choices_name=_choices_field,
                 is_whole=choices.are_compared,
             )
-            await front.preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form)
+            await gateway.preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form)
             requests = candidates([first], choices)
             shows_logprobs = request.sampling_params.HasField("logprobs")
             with (
-                front.generation.charged(requests, _choices_field(choices.field())),
-                front.admission.gate.bytes_held() as held,
+                gateway.generation.charged(requests, _choices_field(choices.field())),
+                gateway.admission.gate.bytes_held() as held,
             ):
-                outputs = merged(front.generation, requests, held.grow)
+                outputs = merged(gateway.generation, requests, held.grow)
                 if choices.are_compared:
                     outputs = likeliest(outputs, choices, held.grow)
                 async with aclosing(outputs):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from common import metrics
 from common.types import WorkerRole
-from router.autoscaler.fleet import PodLoad
+from router.autoscaler.fleet_load import PodLoad
 from router.autoscaler.kubernetes import Workload
 from router.autoscaler.signals import ScaleDecision
 from router.fleet.discovery.kubernetes import KubernetesError

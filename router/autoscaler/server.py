@@ -1,6 +1,6 @@
 """The autoscaler's process: reads the fleet, decides once a second, and tells whoever scales by it.
 
-workers, routers ──> Fleet ──signals──> Planner ──decisions──> Board ──> /metrics, external metrics, KEDA
+workers, routers ──> FleetLoad ──signals──> Planner ──decisions──> Board ──> /metrics, external metrics, KEDA
                                                                  └─────> Actuator (leader only) ──> cluster
 """
 
@@ -26,7 +26,7 @@ from router.autoscaler import http
 from router.autoscaler.actuator import Actuator
 from router.autoscaler.aggregated import AggregatedApi
 from router.autoscaler.board import Board
-from router.autoscaler.fleet import Fleet
+from router.autoscaler.fleet_load import FleetLoad
 from router.autoscaler.keda_server import KedaServer
 from router.autoscaler.kubernetes import Cluster, Workload
 from router.autoscaler.leader import Elector
@@ -86,7 +86,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
     planner, targets = make_planner(settings)
     board = Board()
     vital = VitalTasks()
-    fleet = Fleet(
+    fleet = FleetLoad(
         discover(settings.prefill, key="prefill"),
         discover(settings.decode, key="decode"),
         discover(settings.routers, key="routers"),
@@ -156,7 +156,7 @@ def workloads_of(settings: AutoscalerSettings) -> dict[WorkerRole, Workload]:
 
 
 async def _decide(
-    fleet: Fleet, planner: Planner, board: Board, actuator: Actuator | None, leads: Callable[[], bool]
+    fleet: FleetLoad, planner: Planner, board: Board, actuator: Actuator | None, leads: Callable[[], bool]
 ) -> None:
     """Decides every TICK_S; the actuator works beside, so that a slow cluster makes no value old."""
     acting: asyncio.Task[None] | None = None

@@ -28,7 +28,7 @@ from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
 from router.fleet.served_model import ServedModel, ask_for_model
 from router.fleet.track_record import TrackRecord
-from router.fleet.worker import Sent, Worker
+from router.fleet.worker import Sent, WorkerRecord
 from router.fleet.worker_channels import WorkerChannels
 from router.fleet.worker_watch import WorkerWatch
 
@@ -54,7 +54,7 @@ class Registry:
         """`vital` is told if a worker is not watched any more, by a defect: its process should end."""
         self._channels = WorkerChannels(channels or Channels())
         self._vital = vital or VitalTasks()
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerRecord] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_running: Counter[str] = Counter()  # requests, by address; of former workers too, while they have any
         self._gauges: dict[str, Gauge] = {}  # of `_num_running`
@@ -87,7 +87,7 @@ class Registry:
                 role = WorkerRole.BOTH
             known = before.get(address)
             if known is None or known.role is not role:
-                known = Worker(address, role, self._channels.open(address), self._channels.version)
+                known = WorkerRecord(address, role, self._channels.open(address), self._channels.version)
             self._workers[address] = known
         for worker in before.values():
             if self._workers.get(worker.address) is not worker:
@@ -100,7 +100,7 @@ class Registry:
         self._count_states()
         self._tell()
 
-    def _retire(self, worker: Worker) -> None:
+    def _retire(self, worker: WorkerRecord) -> None:
         if task := self._tasks.pop(worker.address, None):
             task.cancel()
         self.count_requests(worker.address, 0)
@@ -215,13 +215,13 @@ class Registry:
 
     # -------------------------------------------------------------------------------------- what is learnt
 
-    async def _learn(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    async def _learn(self, worker: WorkerRecord, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Takes in what the worker said of itself."""
         self.track.forget_others({one.incarnation for one in self._workers.values()})
         async with self._adopting:  # if several workers answer at the same time, the first one decides
             await self._adopt(worker, stub)
 
-    def _set_state(self, worker: Worker, state: WorkerState, problem: str) -> None:
+    def _set_state(self, worker: WorkerRecord, state: WorkerState, problem: str) -> None:
         if (state, problem) == (worker.state, worker.problem):
             return
         extra = {"address": worker.address, "role": worker.role.value, "state": state.value}
@@ -268,10 +268,10 @@ class Registry:
 
     # ------------------------------------------------------------------------------------- compatibility
 
-    def _excluded(self, worker: Worker) -> str:
+    def _excluded(self, worker: WorkerRecord) -> str:
         return worker.excluded(self.model)
 
-    async def _adopt(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    async def _adopt(self, worker: WorkerRecord, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Makes this decode worker's model the one that is served, if none is served yet, or if no worker is left that
         has the model which was served."""
         info = worker.info
@@ -301,7 +301,7 @@ class _Sending:
 
     __slots__ = ("_registry", "_workers")
 
-    def __init__(self, registry: Registry, workers: Sequence[tuple[Worker, int]]) -> None:
+    def __init__(self, registry: Registry, workers: Sequence[tuple[WorkerRecord, int]]) -> None:
         self._registry = registry
         self._workers = workers
 

@@ -21,7 +21,7 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerRecord:
     address: str
     role: WorkerRole
     channel: grpc.aio.Channel

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 
 from common.grpc.transport import Channels
-from router.fleet.worker import Worker
+from router.fleet.worker import WorkerRecord
 
 
 class WorkerChannels:
@@ -23,7 +23,7 @@ class WorkerChannels:
     def open(self, address: str) -> grpc.aio.Channel:
         return self._channels.open(address)
 
-    def renew(self, worker: Worker) -> None:
+    def renew(self, worker: WorkerRecord) -> None:
         """Call before the worker is connected anew: a channel goes on showing the certificate with which it was
         opened."""
         if self.version != worker.channel_version:
@@ -31,7 +31,7 @@ class WorkerChannels:
             worker.channel_version = self.version
             worker.channel = self.open(worker.address)
 
-    def close_when_idle(self, worker: Worker) -> None:
+    def close_when_idle(self, worker: WorkerRecord) -> None:
         """Closes the channel that `worker` has now, once the requests that run now have ended."""
         channel, running = worker.channel, set(worker.running)
 

@@ -23,7 +23,7 @@ from protos.convert import sampling_parameters_of, state_of
 from protos.messages import value_of
 from router.fleet.block_watch import BlockWatch
 from router.fleet.reports import reports, why_unread
-from router.fleet.worker import Worker
+from router.fleet.worker import WorkerRecord
 from router.fleet.worker_channels import WorkerChannels
 from router.fleet.worker_info import batch_time_of, false_info
 
@@ -41,8 +41,8 @@ class WorkerWatch:
         self,
         blocks: BlockWatch,
         channels: WorkerChannels,
-        learn: Callable[[Worker, worker_pb2_grpc.WorkerServiceAsyncStub], Awaitable[None]],
-        set_state: Callable[[Worker, WorkerState, str], None],
+        learn: Callable[[WorkerRecord, worker_pb2_grpc.WorkerServiceAsyncStub], Awaitable[None]],
+        set_state: Callable[[WorkerRecord, WorkerState, str], None],
     ) -> None:
         """`learn` is called when a worker has said who it is, `set_state` with each state and what the problem is."""
         self._blocks = blocks
@@ -50,7 +50,7 @@ class WorkerWatch:
         self._learn = learn
         self._set_state = set_state
 
-    async def run(self, worker: Worker) -> None:
+    async def run(self, worker: WorkerRecord) -> None:
         """Watches the worker until cancelled."""
         while True:
             self._channels.renew(worker)
@@ -80,7 +80,7 @@ class WorkerWatch:
 
     @contextlib.asynccontextmanager
     async def _following_blocks(
-        self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub
+        self, worker: WorkerRecord, stub: worker_pb2_grpc.WorkerServiceAsyncStub
     ) -> AsyncIterator[None]:
         """Follows the worker's blocks while the worker reports its load."""
         epoch = worker.info.epoch if worker.info else ""
@@ -91,7 +91,7 @@ class WorkerWatch:
             following.cancel()
             await asyncio.wait((following,))
 
-    async def _read_load(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    async def _read_load(self, worker: WorkerRecord, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
         try:
             async with aclosing(reports(call, worker_pb2.WorkerLoad)) as loads:
@@ -112,7 +112,7 @@ class WorkerWatch:
             call.cancel()
 
 
-def _note_false(worker: Worker, problem: str) -> None:
+def _note_false(worker: WorkerRecord, problem: str) -> None:
     """Logs and counts an impossible value once, even if the worker repeats it."""
     if problem != worker.problem:
         metrics.router_false_workers.labels("info").inc()

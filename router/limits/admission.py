@@ -28,9 +28,9 @@ from router.fleet.served_model import ServedModel
 from router.limits.charges import Charge, Charged
 from router.limits.clients import NOBODY, ApiClient
 from router.limits.demand import Demand
-from router.limits.fair_queue import FairQueue, Places
 from router.limits.gate import Gate
 from router.limits.quotas import Quotas
+from router.limits.request_queue import Places, RequestQueue
 
 BYTES_PER_TOKEN = 64  # four letters or so, each escaped as \uXXXX, and then as many again
 BODY_OVERHEAD_BYTES = 64 * 2**10
@@ -65,7 +65,7 @@ class Admission:
         `max_request_bytes`: of one request's body; from the model's context if None."""
         self.gate = gate
         self._quotas = quotas or Quotas()
-        self._queue = queue or FairQueue(None)
+        self._queue = queue or RequestQueue(None)
         self._max_request_bytes = max_request_bytes
         self.registry = registry
         self.demand = demand

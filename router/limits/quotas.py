@@ -12,7 +12,7 @@ From a YAML file, read again when it changes (`--limits-file`):
 What is left out is not limited. A request counts when it comes, each further answer to it as one more, its prompt's
 tokens before they are computed, and the answer's tokens as they come; an answer that has begun goes on, and who is in
 debt waits longer for the next. Tokens of a prompt that no worker was asked for are given back. `weight` and `priority`
-are for the queue (`fair_queue`).
+are for the queue (`request_queue`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
 from router.policy.costs import HEDGE_QUEUE, MOVE_COST, TOKENS, Costs, costs_of, step_s
-from router.policy.place import Place, place_of
+from router.policy.placement import Placement, placement_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
 MAX_NAMED = 4  # workers in the line that explains a choice
@@ -59,27 +59,27 @@ class RoutingPolicy:
         ranked_prefill = self._prefill.rank(request, [_prefill_candidate(request, e, costs) for e in prefill_workers])
         asked = ranked_prefill.candidates
         if request.in_place:
-            place = Place(True, _all_in_place, 0, is_final=True)
+            placement = Placement(True, _all_in_place, 0, is_final=True)
         else:
             first = asked[0] if asked else None
-            place = place_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens, costs)
+            placement = placement_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens, costs)
         self._rotation += 1
-        choices = [_choice("decode", ranked), _choice_of_place(place)]
-        if asked and not place.in_place:
+        choices = [_choice("decode", ranked), _choice_of_placement(placement)]
+        if asked and not placement.in_place:
             choices.append(_choice("prefill", ranked_prefill))
-        computing = decode if place.in_place or not asked else asked[0]
+        computing = decode if placement.in_place or not asked else asked[0]
         return RoutingDecision(
             decode=decode.endpoint,
-            prefill=() if place.is_final else tuple([one.endpoint for one in asked[:MAX_PREFILL_WORKERS]]),
+            prefill=() if placement.is_final else tuple([one.endpoint for one in asked[:MAX_PREFILL_WORKERS]]),
             reasons=Reasons(passed_over, choices),
-            in_place=place.in_place,
-            min_remote_tokens=place.min_remote_tokens,
+            in_place=placement.in_place,
+            min_remote_tokens=placement.min_remote_tokens,
             num_cached_tokens=decode.num_cached_tokens,
             num_missing_tokens=computing.num_missing_tokens,
             prefill_cost=_tokens_before_first(asked[0]) if asked else 0.0,
             prefill_s=asked[0].wait + asked[0].work if asked and costs.in_seconds else None,
             step_s=step_s(decode.endpoint, num_more=1) if costs.in_seconds else None,
-            may_hedge=self._hedges and not place.in_place and _may_hedge(asked, costs),
+            may_hedge=self._hedges and not placement.in_place and _may_hedge(asked, costs),
         )
 
     def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
@@ -182,8 +182,8 @@ def _choice(role: str, ranked: Ranked) -> Callable[[], str]:
     return line
 
 
-def _choice_of_place(place: Place) -> Callable[[], str]:
-    return lambda: f"prefill {'in place' if place.in_place else 'remote'}: {place.reason()}"
+def _choice_of_placement(placement: Placement) -> Callable[[], str]:
+    return lambda: f"prefill {'in place' if placement.in_place else 'remote'}: {placement.reason()}"
 
 
 def _all_in_place() -> str:

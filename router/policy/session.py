@@ -39,11 +39,11 @@ class Session(Ranking):
         ordered = sorted(candidates, key=lambda one: _weight(request.session, one.address), reverse=True)
         ordered.sort(key=lambda one: load_score(one.endpoint) > most)
 
-        def place(one: Candidate) -> str:
+        def why(one: Candidate) -> str:
             load = load_score(one.endpoint)
             return "the session's" if load <= most else f"overloaded, load {load} above {most:.0f}"
 
-        return Ranked(ordered, place)
+        return Ranked(ordered, why)
 
 
 def _weight(session: str, address: str) -> bytes:

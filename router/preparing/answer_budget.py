@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.choices import Choices
 from common.errors import InvalidArgumentError
-from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams
+from common.sampling import MAX_LOGPROBS, FieldName, GivenSampling, SamplingParams
 from router.fleet.served_model import ServedModel
 from router.running.beams import MAX_BLOCKS, most_tokens
 
@@ -36,7 +36,7 @@ class AnswerBudget:
     def of(
         cls,
         model: ServedModel,
-        sampling: Given,
+        sampling: GivenSampling,
         choices: Choices,
         *,
         max_answer_tokens: int | None,
@@ -103,7 +103,7 @@ class AnswerBudget:
             )
 
 
-def _num_logprobs(sampling: Given, name: str) -> int:
+def _num_logprobs(sampling: GivenSampling, name: str) -> int:
     """The logprobs for each token that the client asked for, allowed or not."""
     given = sampling.get(name)
     return min(max(given, 0), MAX_LOGPROBS) if isinstance(given, int) else 0

@@ -13,7 +13,7 @@ from common.cache_hints import Retain, check_num_tokens, check_retain, check_ret
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.guided import Guided
-from common.sampling import FieldName, Given, SamplingParams, checked, fitted
+from common.sampling import FieldName, GivenSampling, SamplingParams, checked, fitted
 from common.validation import (
     check_cache_salt,
     check_messages,
@@ -38,7 +38,7 @@ from router.running.prefix_hints import PrefixHint
 from router.running.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
 from router.running.threads import SHORT, TextThreads
 from text import generic_tools
-from text.answer_form import ChatAnswer
+from text.answer_form import AnswerForm
 from text.conversation import Conversation, Tools, read_through
 
 ONE_ANSWER = Choices()
@@ -149,11 +149,11 @@ class Preparation:
         token_ids = _last(token_ids, keep)
         check_prompt(token_ids, model.limits, field, has_answer=has_answer)
         if reader is None:
-            return Prompt(token_ids, field, ChatAnswer(tools=tools), notes=tuple(notes))
+            return Prompt(token_ids, field, AnswerForm(tools=tools), notes=tuple(notes))
         continued = conversation.continued
         if continued is None and not (conversation.asks_answer or model.tokenizer.always_asks_answer(tools)):
             text = ""  # nothing of the answer is written: what the messages end with is not its beginning
-        answer = ChatAnswer(
+        answer = AnswerForm(
             tools=tools,
             reading=reader.reading(text, tools, continued),
             thought=reader.thought(text, continued),
@@ -188,7 +188,7 @@ class Preparation:
         self,
         model: ServedModel,
         prompts: Sequence[Prompt],
-        sampling: Given,
+        sampling: GivenSampling,
         *,
         request_id: str = "",
         cache_salt: str = "",
@@ -269,7 +269,7 @@ class Preparation:
     def _fitted(
         self,
         params: SamplingParams,
-        sampling: Given,
+        sampling: GivenSampling,
         model: ServedModel,
         prompt: Prompt,
         choices: Choices,
@@ -368,7 +368,7 @@ def _last(token_ids: list[int], keep: int | None) -> list[int]:
     return token_ids if keep is None else token_ids[-keep:]
 
 
-def _checked(model: ServedModel, sampling: Given, name: FieldName) -> SamplingParams:
+def _checked(model: ServedModel, sampling: GivenSampling, name: FieldName) -> SamplingParams:
     """All that holds for each prompt of a body."""
     params = checked(sampling, model.limits, name=name)
     check_size(params, name)

@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 
 from common.config import RouterSettings
 from common.errors import StartupError
-from router.processes.member import SIGNALS, Place
+from router.processes.member import SIGNALS, ProcessSpec
 from router.processes.member import main as member_main
 from router.processes.messages import Link
 from router.reload import SettingsFile
@@ -54,12 +54,12 @@ class Child:
         self.process.join()
 
 
-async def start(settings: RouterSettings, file: SettingsFile | None, place: Place) -> Child:
+async def start(settings: RouterSettings, file: SettingsFile | None, spec: ProcessSpec) -> Child:
     """Raises `StartupError`."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = multiprocessing.get_context("spawn").Process(
-            target=member_main, args=(settings, file, place, theirs), name=f"router-{place.number + 1}"
+            target=member_main, args=(settings, file, spec, theirs), name=f"router-{spec.number + 1}"
         )
         # It has no handlers while Python starts. Signals wait until it has: `Member.takes_signals`.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

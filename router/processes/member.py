@@ -21,12 +21,12 @@ from common.logs import setup_logging
 from common.process.garbage_collection import look_rarely
 from common.process.tasks import VitalTasks
 from router.processes import scrape
-from router.processes.messages import Answer, Ask, Beat, Failed, Link, Placed, Refused
-from router.processes.question import Question, T
+from router.processes.messages import Ask, Beat, Failed, Link, Placed, Refused, Reply
+from router.processes.process_query import ProcessQuery, T
 from router.processes.remote_queue import RemoteQueue
+from router.processes.router_process import RouterProcess
 from router.processes.shared_demand import SharedDemand
 from router.processes.shared_ledger import SharedLedger
-from router.processes.shared_state import Part
 from router.reload import SettingsFile
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ NOT_READY, PID = "not ready", "pid"  # in the ledger
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class ProcessSpec:
     """What a process is told when it is started."""
 
     number: int  # from 0
@@ -53,35 +53,35 @@ class Place:
     is_replacement: bool
 
 
-class Member(Part):
+class Member(RouterProcess):
     is_one_of_several = True
 
-    def __init__(self, settings: RouterSettings, place: Place, parent: socket.socket) -> None:
+    def __init__(self, settings: RouterSettings, spec: ProcessSpec, parent: socket.socket) -> None:
         super().__init__(settings)
-        self._place = place
+        self._spec = spec
         self._socket = parent
         self._link: Link | None = None
         self._vital = VitalTasks()
         self._is_ready = False
         self._num_silent = 0  # own beats since the parent's last one
-        self._questions: dict[str, Question[Any]] = {}
+        self._queries: dict[str, ProcessQuery[Any]] = {}
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
         self._numbers = itertools.count()
-        self.is_replacement = place.is_replacement
+        self.is_replacement = spec.is_replacement
         self.http_listen, self.grpc_listen, self.health_listen = (
-            place.http_listen,
-            place.grpc_listen,
-            place.health_listen,
+            spec.http_listen,
+            spec.grpc_listen,
+            spec.health_listen,
         )
-        self.max_connections = -(-settings.max_connections // place.num_processes)
-        self.shared = SharedLedger(place.directory, place.num_processes, place.number)
+        self.max_connections = -(-settings.max_connections // spec.num_processes)
+        self.shared = SharedLedger(spec.directory, spec.num_processes, spec.number)
         self.ledger = self.shared
-        self.demand = self._demand = SharedDemand(self.shared, place.epoch)
+        self.demand = self._demand = SharedDemand(self.shared, spec.epoch)
         self.remote_queue = RemoteQueue(
             settings.max_running, lambda message: self.link.send(message), max_wait_s=settings.max_queue_wait
         )
         self.queue = self.remote_queue
-        self.answers(self.decisions.question)
+        self.answers(self.decisions.query)
 
     @property
     def link(self) -> Link:
@@ -99,7 +99,7 @@ class Member(Part):
         """Lets signals through. The parent blocked them: a signal that comes while Python starts would end the
         process."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        if self._place.is_replacement:
+        if self._spec.is_replacement:
             metrics.router_process_restarts.inc()
         self._vital.start(self._beat(), name="signs of life")
 
@@ -114,23 +114,23 @@ class Member(Part):
         return own_reason or ("another process of this router is not ready" if others else "")
 
     def metrics_page(self) -> bytes:
-        return scrape.page(self._place.directory, lambda: [os.getppid(), *filter(None, self.shared.by_process(PID))])
+        return scrape.page(self._spec.directory, lambda: [os.getppid(), *filter(None, self.shared.by_process(PID))])
 
-    def answers(self, question: Question[T]) -> None:
-        self._questions[question.name] = question
+    def answers(self, query: ProcessQuery[T]) -> None:
+        self._queries[query.name] = query
 
-    async def ask(self, question: Question[T], limit: int = 0, tenant: str | None = None) -> list[T]:
+    async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None) -> list[T]:
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self.link.send(Ask(number, question.name, limit, tenant))
+            self.link.send(Ask(number, query.name, limit, tenant))
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 contents = await answer
         except TimeoutError:
             raise UnavailableError("the router's other processes do not answer") from None
         finally:
             del self._asked[number]
-        return [one for content in contents for one in msgspec.msgpack.decode(content, type=list[question.kind])]  # type: ignore[name-defined]
+        return [one for content in contents for one in msgspec.msgpack.decode(content, type=list[query.kind])]  # type: ignore[name-defined]
 
     async def _follow(self) -> None:
         async for message in self.link.messages():
@@ -140,10 +140,10 @@ class Member(Part):
                 case Placed() | Refused():
                     self.remote_queue.heard(message)
                 case Ask():
-                    question = self._questions.get(message.what)
-                    told = [] if question is None else question.tell(message.limit, message.tenant)
-                    self.link.send(Answer(message.number, [msgspec.msgpack.encode(told)]))
-                case Answer():
+                    query = self._queries.get(message.what)
+                    told = [] if query is None else query.tell(message.limit, message.tenant)
+                    self.link.send(Reply(message.number, [msgspec.msgpack.encode(told)]))
+                case Reply():
                     answer = self._asked.get(message.number)
                     if answer is not None and not answer.done():
                         answer.set_result(message.contents)
@@ -152,7 +152,7 @@ class Member(Part):
 
     async def _beat(self) -> None:
         """Raises `InternalError` if the parent hangs: a hung parent neither replaces a process that ends nor gives a
-        request its place. Counts this process's own beats instead of time: if the machine stood still, so did they."""
+        request its spec. Counts this process's own beats instead of time: if the machine stood still, so did they."""
         while True:
             self._num_silent += 1
             if self._num_silent > PARENT_SILENT_BEATS:
@@ -181,15 +181,15 @@ class _FirstAsBefore:
             return self.settings
 
 
-def main(settings: RouterSettings, file: SettingsFile | None, place: Place, parent: socket.socket) -> None:
+def main(settings: RouterSettings, file: SettingsFile | None, spec: ProcessSpec, parent: socket.socket) -> None:
     """The process. It ends with code 0 if it drained, else with 1."""
     from router.server import run
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Values of workers that are gone stay on the page, as 0: no file of metrics loses a line.
     warnings.filterwarnings("ignore", message="Removal of labels has not been implemented")
-    setup_logging(f"router-{place.number + 1}", level=settings.log_level, log_format=settings.log_format)
-    if file is not None and place.is_replacement:
+    setup_logging(f"router-{spec.number + 1}", level=settings.log_level, log_format=settings.log_format)
+    if file is not None and spec.is_replacement:
         file = SettingsFile(file.path, _FirstAsBefore(settings, file).load)
 
     def ready(_http: str, _grpc: str) -> None:
@@ -197,7 +197,7 @@ def main(settings: RouterSettings, file: SettingsFile | None, place: Place, pare
         member.ready()
 
     try:
-        member = Member(settings, place, parent)
+        member = Member(settings, spec, parent)
         run(settings, ready, file, member)
     except BatonError as error:
         _say_last(parent, error.message)

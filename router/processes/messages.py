@@ -28,7 +28,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Enter(msgspec.Struct, tag=True):
-    """A request wants a place in the queue (`FairQueue.place`)."""
+    """A request wants a place in the queue (`RequestQueue.place`)."""
 
     number: int
     tenant: str
@@ -58,7 +58,7 @@ class Leave(msgspec.Struct, tag=True):
     number: int
 
 
-class Bounds(msgspec.Struct, tag=True):
+class QueueLimits(msgspec.Struct, tag=True):
     """New bounds of the queue, from the settings file."""
 
     max_running: int | None
@@ -67,7 +67,7 @@ class Bounds(msgspec.Struct, tag=True):
 
 
 class Ask(msgspec.Struct, tag=True):
-    """A question to all processes of the router. One of them asks the parent, which asks each."""
+    """A query to all processes of the router. One of them asks the parent, which asks each."""
 
     number: int
     what: str
@@ -75,7 +75,7 @@ class Ask(msgspec.Struct, tag=True):
     tenant: str | None = None
 
 
-class Answer(msgspec.Struct, tag=True):
+class Reply(msgspec.Struct, tag=True):
     """The answer of each process to the parent, and then all answers together, from the parent to the process that
     asked."""
 
@@ -83,7 +83,7 @@ class Answer(msgspec.Struct, tag=True):
     contents: list[bytes]
 
 
-Message = Beat | Failed | Enter | Placed | Refused | Leave | Bounds | Ask | Answer
+Message = Beat | Failed | Enter | Placed | Refused | Leave | QueueLimits | Ask | Reply
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 

@@ -1,7 +1,7 @@
 """A router of several processes (`--processes`), seen from their parent. It serves no request itself: it holds the
-ports and the one queue, starts the processes, starts again those that end, and hands questions from one to all.
+ports and the one queue, starts the processes, starts again those that end, and hands queries from one to all.
 
-      parent ── holds the ports, queue, questions, life ──> process 1 ... N, each a whole router on the same ports
+      parent ── holds the ports, queue, queries, life ──> process 1 ... N, each a whole router on the same ports
          └───── ledger of limits and demand, files of metrics: memory that all of them share ─────┘
 """
 
@@ -23,11 +23,11 @@ from common.config import RouterSettings
 from common.errors import BatonError, OverloadedError, StartupError
 from common.process.restarts import WINDOW_S, Restarts
 from common.process.tasks import VitalTasks
-from router.limits.fair_queue import FairQueue
+from router.limits.request_queue import RequestQueue
 from router.processes import scrape
 from router.processes.child import Child, start
-from router.processes.member import Place
-from router.processes.messages import Answer, Ask, Beat, Bounds, Enter, Failed, Leave, Placed, Refused
+from router.processes.member import ProcessSpec
+from router.processes.messages import Ask, Beat, Enter, Failed, Leave, Placed, QueueLimits, Refused, Reply
 from router.processes.ports import held
 from router.processes.shared_folder import shared_folder
 from router.processes.shared_ledger import SharedLedger
@@ -62,7 +62,7 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-router-", dir=shared_folder()))
         stack.callback(_restore, scrape.VARIABLE, os.environ.get(scrape.VARIABLE))
         os.environ[scrape.VARIABLE] = directory
-        place = Place(
+        spec = ProcessSpec(
             number=0,
             num_processes=settings.processes,
             directory=directory,
@@ -74,7 +74,7 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
         )
         scheme = "http" if settings.tls_cert is None else "https"
         tell = (lambda: ready(f"{scheme}://{http_listen}", grpc_listen)) if ready else (lambda: None)
-        await _Parent(settings, file, place, tell).serve()
+        await _Parent(settings, file, spec, tell).serve()
 
 
 def _restore(name: str, value: str | None) -> None:
@@ -86,16 +86,16 @@ def _restore(name: str, value: str | None) -> None:
 
 class _Parent:
     def __init__(
-        self, settings: RouterSettings, file: SettingsFile | None, place: Place, ready: Callable[[], None]
+        self, settings: RouterSettings, file: SettingsFile | None, spec: ProcessSpec, ready: Callable[[], None]
     ) -> None:
         self._settings = settings
         self._file = file
-        self._place = place
+        self._spec = spec
         self._ready = ready
         self._was_ready = False
         self._is_draining = False
-        self._ledger = SharedLedger(place.directory, place.num_processes)
-        self._queue = FairQueue(
+        self._ledger = SharedLedger(spec.directory, spec.num_processes)
+        self._queue = RequestQueue(
             settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
         )
         self._restarts = Restarts(MAX_RESTARTS)
@@ -107,7 +107,7 @@ class _Parent:
     async def serve(self) -> None:
         stop = asyncio.Event()
         with stop_signals(stop), hang_up_signal(self._pass_on_hang_up):
-            for number in range(self._place.num_processes):
+            for number in range(self._spec.num_processes):
                 self._vital.start(self._keep(number), name=f"process {number + 1}")
             self._vital.start(self._watch_silence(), name="signs of life")
             try:
@@ -151,8 +151,8 @@ class _Parent:
         process ended before it could listen, or if processes end too often."""
         has_listened = False
         while True:
-            place = replace(self._place, number=number, is_replacement=has_listened)
-            child = self._children[number] = await start(self._settings, self._file, place)
+            spec = replace(self._spec, number=number, is_replacement=has_listened)
+            child = self._children[number] = await start(self._settings, self._file, spec)
             pid = child.process.pid
             try:
                 await self._follow(child)
@@ -161,7 +161,7 @@ class _Parent:
                 del self._children[number]
             while not self._ledger.process_ended(number):  # noqa: ASYNC110 (who has its lock may hang, and is killed)
                 await asyncio.sleep(LOCK_RETRY_S)
-            while pid is not None and not scrape.keep_totals(self._place.directory, pid):  # noqa: ASYNC110 (as above)
+            while pid is not None and not scrape.keep_totals(self._spec.directory, pid):  # noqa: ASYNC110 (as above)
                 await asyncio.sleep(LOCK_RETRY_S)
             if self._is_draining:
                 return
@@ -207,23 +207,23 @@ class _Parent:
             case Leave():
                 if (turn_of := child.turns.get(message.number)) is not None:
                     turn_of.cancel()
-            case Bounds():
+            case QueueLimits():
                 self._queue.change(message.max_running, max_waiting=message.max_waiting, max_wait_s=message.max_wait_s)
             case Ask():
                 task = asyncio.create_task(self._ask_all(child, message))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
-            case Answer():
+            case Reply():
                 answer = child.asked.get(message.number)
                 if answer is not None and not answer.done():
                     answer.set_result(message.contents)
 
     def _tell_ready(self) -> None:
         children = self._children.values()
-        if self._was_ready or len(children) < self._place.num_processes or not all(one.is_ready for one in children):
+        if self._was_ready or len(children) < self._spec.num_processes or not all(one.is_ready for one in children):
             return
         self._was_ready = True
-        log.info("router listens", extra={"http": self._place.http_listen, "grpc": self._place.grpc_listen})
+        log.info("router listens", extra={"http": self._spec.http_listen, "grpc": self._spec.grpc_listen})
         self._ready()
 
     async def _watch_silence(self) -> None:
@@ -239,7 +239,7 @@ class _Parent:
                     child.hung, child.reason = True, f"gave no sign of life for {most} s, and was killed"
                     child.process.kill()
 
-    # --------------------------------------------------------------------------------- queue, questions
+    # --------------------------------------------------------------------------------- queue, queries
 
     async def _take_turn(self, child: Child, enter: Enter) -> None:
         """Waits for the request's place and holds it, until cancelled: the request does not need or want its place any
@@ -276,4 +276,4 @@ class _Parent:
         for child in self._children.values():
             child.asked.pop(number, None)
         contents = [content for answer in done if not answer.cancelled() for content in answer.result()]
-        asker.link.send(Answer(ask.number, contents))
+        asker.link.send(Reply(ask.number, contents))

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable
 
 from common import metrics
 from common.errors import DeadlineError, OverloadedError, UnavailableError
-from router.processes.messages import Bounds, Enter, Leave, Message, Placed, Refused
+from router.processes.messages import Enter, Leave, Message, Placed, QueueLimits, Refused
 
 ANSWER_WAIT_S = 5.0  # for the parent's answer, beyond the time after which it refuses a request that waits
 
 
 class RemoteQueue:
-    """`FairQueue`, as one process sees it."""
+    """`RequestQueue`, as one process sees it."""
 
     def __init__(
         self, max_running: int | None, send: Callable[[Message], None], *, max_wait_s: float = math.inf
@@ -33,7 +33,7 @@ class RemoteQueue:
         """Sends new bounds to the parent, as each process does that reads the settings file; all send the same."""
         self._is_limited = max_running is not None
         self._max_wait_s = max_wait_s
-        self._send(Bounds(max_running, max_waiting, max_wait_s))
+        self._send(QueueLimits(max_running, max_waiting, max_wait_s))
 
     def heard(self, message: Placed | Refused) -> None:
         """Takes in the parent's answer. If the request was cancelled meanwhile, nobody waits for it."""
@@ -60,7 +60,7 @@ class RemoteQueue:
         request_priority: int = 0,
         places: int = 1,
     ) -> AsyncIterator[None]:
-        """Does what `FairQueue.place` does. Raises `UnavailableError` if the parent does not answer in time."""
+        """Does what `RequestQueue.place` does. Raises `UnavailableError` if the parent does not answer in time."""
         if not self._is_limited:
             yield
             return

@@ -26,8 +26,7 @@ from router.policy.base import RoutingDecision
 from router.running.decode_events import DecodeEvents, FalseEventError
 from router.running.prefill_blame import PrefillBlame
 from router.running.prefill_times import LikePrompts, PrefillTimes
-from router.running.progress import NewTokens, Progress
-from router.running.request import GenerationRequest
+from router.running.request import GenerationRequest, NewTokens, Progress
 from router.running.retries import NO_FAULTS, WorkerLostError, failure_of
 from router.running.routes import load_of
 

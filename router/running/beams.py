@@ -16,11 +16,10 @@ from common.beam_search import Beam, BeamSearch, BeamSearchParams
 from common.choices import Choices
 from common.errors import InternalError, InvalidArgumentError
 from common.peers import MAX_BYTES, MAX_COUNT
-from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, parameters
+from common.sampling import MAX_LOGPROBS, FieldName, GivenSampling, SamplingParams, parameters
 from common.types import SampledToken, TokenLogprob
 from router.running.dispatch import Dispatcher
-from router.running.progress import Progress
-from router.running.request import GenerationRequest, SamplingMessages
+from router.running.request import GenerationRequest, Progress, SamplingMessages
 
 MAX_BLOCKS = 2**22
 """Blocks of prompts that the requests of all searches in one body may name together. Each beam's next token is a
@@ -39,7 +38,7 @@ _COUNTS = (
 )
 
 
-def beam_sampling(given: Given, name: FieldName) -> Given:
+def beam_sampling(given: GivenSampling, name: FieldName) -> GivenSampling:
     """The sampling parameters of a search, which draws nothing. Raises `InvalidArgumentError` for a parameter that a
     beam search would ignore."""
     for parameter, value in given.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from router.policy.base import Reasons, RoutingDecision
-from router.processes.question import Question
+from router.processes.process_query import ProcessQuery
 from router.running.request import GenerationRequest
 
 MAX_DECISIONS = 512  # kept
@@ -37,7 +37,7 @@ class Decision:
 class Decisions:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self.question = Question("decisions", Decision, self.latest)
+        self.query = ProcessQuery("decisions", Decision, self.latest)
         self._kept: deque[tuple[str, partial[Decision], Reasons]] = deque(maxlen=MAX_DECISIONS)  # with their tenants
 
     def add(self, request: GenerationRequest, decision: RoutingDecision, cause: str) -> None:

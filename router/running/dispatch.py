@@ -26,8 +26,7 @@ from common.types import FinishReason
 from router.fleet.registry import Registry
 from router.policy.base import RoutingDecision
 from router.running.attempts import Attempts, HandoverError
-from router.running.progress import NewTokens, Progress
-from router.running.request import GenerationRequest
+from router.running.request import GenerationRequest, NewTokens, Progress
 from router.running.retries import Retries, WorkerLostError
 from router.running.routes import Route, Routes, routing_request
 

@@ -1,4 +1,5 @@
-"""What the interfaces, the front and the dispatcher pass to each other: a request, and pieces of its answer."""
+"""What the interfaces, the gateway and the dispatcher pass to each other: a request, pieces of its answer, and
+what the fleet has done for it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from protos.messages import message_of
 from router.fleet.served_model import ServedModel
 from router.limits.charges import Charge
 from router.limits.clients import NOBODY, ApiClient
-from text.answer_form import ChatAnswer
+from text.answer_form import AnswerForm
 from text.answer_parts import Part, Reading, ToolCallDelta
 from text.conversation import Tools
 
@@ -27,7 +28,7 @@ class Prompt:
 
     token_ids: list[int]
     field: str
-    answer: ChatAnswer | None = None  # of a chat: what the answer may be
+    answer: AnswerForm | None = None  # of a chat: what the answer may be
     is_cut: bool = False  # whether it lacks its first tokens, as `truncate_prompt_tokens` asked
     notes: tuple[str, ...] = ()  # of its report: what was made of the client's words that it may not expect
 
@@ -154,6 +155,36 @@ class Output:
     def is_only_text(self) -> bool:
         """Whether it has a text, and nothing that needs telling beside it."""
         return bool(self.text) and not (self.finish_reason or self.reasoning or self.tool_calls or self.prompt_logprobs)
+
+
+@dataclass(slots=True)
+class NewTokens:
+    """What came from the fleet; the last one has `finish_reason`. Not frozen, as `Output`."""
+
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    prompt_logprobs: Sequence[SampledToken] = ()  # all of them come before the first token
+
+
+@dataclass(slots=True)
+class Progress:
+    """What happened to one request so far; complete once its last tokens came."""
+
+    report: types_pb2.RequestReport = field(default_factory=types_pb2.RequestReport)
+    usage: types_pb2.Usage = field(default_factory=types_pb2.Usage)
+    num_retries: int = 0  # other decode workers tried before the first token; the report counts prefill workers, too
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    num_output_tokens: int = 0
+    num_prompt_logprobs: int = 0  # that the caller has
+
+    def came(self, num_tokens: int, now: float) -> None:
+        """Counts tokens of the answer."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+        self.num_output_tokens += num_tokens
 
 
 def new_request_id() -> str:

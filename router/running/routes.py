@@ -22,8 +22,7 @@ from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.policy.embedding import least_loaded
 from router.running.decisions import Decisions, bounded_lines
-from router.running.progress import Progress
-from router.running.request import GenerationRequest
+from router.running.request import GenerationRequest, Progress
 
 log = logging.getLogger(__name__)
 

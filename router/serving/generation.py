@@ -19,8 +19,7 @@ from protos.baton.v1 import types_pb2
 from router.limits.admission import Admission
 from router.running.beams import search
 from router.running.dispatch import Dispatcher
-from router.running.progress import NewTokens, Progress
-from router.running.request import GenerationRequest, Output
+from router.running.request import GenerationRequest, NewTokens, Output, Progress
 from text.answer_parts import PartsParser, Pieces, ended
 from text.answer_text import AnswerText, NewText
 
@@ -40,7 +39,7 @@ class Generation:
         progress = Progress()
         with _UnfinishedLogged(request, progress):
             async with self._turn(request):
-                answer = _Answer(request, progress)
+                answer = _OutputMaker(request, progress)
                 async with aclosing(self._dispatcher.run(request, progress)) as run:
                     async for new in run:
                         for output in answer.outputs(new):
@@ -74,7 +73,7 @@ class Generation:
         )
 
 
-class _Answer:
+class _OutputMaker:
     """Makes pieces of one answer of what comes from the fleet, until one has a `finish_reason`."""
 
     def __init__(self, request: GenerationRequest, progress: Progress) -> None:
@@ -160,7 +159,7 @@ def _whole(request: GenerationRequest, beam: Beam, progress: Progress) -> Output
     own.usage.CopyFrom(progress.usage)
     tokens = [SampledToken(token_id) for token_id in beam.token_ids]
     stop_token_id = beam.token_ids[-1] if beam.finish_reason is FinishReason.STOP else None
-    output = _Answer(request, own).output(NewTokens(tokens, beam.finish_reason, stop_token_id))
+    output = _OutputMaker(request, own).output(NewTokens(tokens, beam.finish_reason, stop_token_id))
     return replace(output, logprob=beam.logprob)
 
 

@@ -1,4 +1,4 @@
-"""A router on free ports in front of fake workers; all real sockets, all gone after each test."""
+"""A router on free ports in gateway of fake workers; all real sockets, all gone after each test."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from protos.baton.v1 import inference_pb2, types_pb2
-from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.answer import CompletionAnswer
 from router.api.rest.openai.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
 from router.api.rest.openai.large_json import json_parts
 from router.fleet.served_model import ServedModel
@@ -173,7 +173,7 @@ async def test_whole_answers_are_formatted_as_they_come(
         return original(self, tokens, tokenizer, offset)
 
     monkeypatch.setattr(type(answer_format), "logprobs", counted)
-    answer = Answer(
+    answer = CompletionAnswer(
         FakeGeneration([*outputs, end]),  # type: ignore[arg-type]
         requests(3),
         answer_format,
@@ -211,7 +211,7 @@ def test_chunks_of_nothing_but_text_are_as_all_others(
     end = Output(text="end", tokens=[], finish_reason=FinishReason.STOP, report=REPORT, usage=USAGE)
 
     async def events() -> list[bytes]:
-        answer = Answer(
+        answer = CompletionAnswer(
             FakeGeneration([*pieces, end]),  # type: ignore[arg-type]
             requests(num),
             answer_format,

@@ -17,7 +17,7 @@ from common.guided import MAX_GRAMMAR_CHARS, Guided, check_grammar, grammar_of
 from tests.router import chat_templates
 from tests.router.published_templates import published
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files
-from text.answer_form import ChatAnswer
+from text.answer_form import AnswerForm
 from text.answer_parser import AnswerReader
 from text.answer_parts import Pieces, Reading
 from text.conversation import Tool, Tools
@@ -74,11 +74,11 @@ def answer_to(
     chat_template: str = chat_templates.HERMES,
     tools: Tools | None = None,
     tokenizer: RustTokenizer | None = None,
-) -> ChatAnswer:
+) -> AnswerForm:
     template = response_template(None, chat_template)
     assert template is not None
     reader, tools = AnswerReader(template, tokenizer or rust()), tools or Tools()
-    return ChatAnswer(
+    return AnswerForm(
         tools=tools,
         reading=reader.reading(prompt, tools),
         thought=reader.thought(prompt),
@@ -88,7 +88,7 @@ def answer_to(
     )
 
 
-def composed(answer: ChatAnswer, form: Guided | None) -> tuple[Guided, Reading]:
+def composed(answer: AnswerForm, form: Guided | None) -> tuple[Guided, Reading]:
     guided, reading = answer.with_form(form, str)
     assert guided is not None
     assert reading is not None
@@ -315,7 +315,7 @@ def test_tools_that_may_not_be_called_leave_the_form_alone() -> None:
 def test_a_shape_of_calls_that_is_not_known() -> None:
     template = {"start_anchor": "A:", "fields": {"tool_calls": {"open": "<c>", "close": "</c>"}, "content": {}}}
     reader = AnswerReader(template, rust())
-    answer = ChatAnswer(tools=LOOSE, reading=reader.reading("A:", LOOSE), calls=reader.strict)
+    answer = AnswerForm(tools=LOOSE, reading=reader.reading("A:", LOOSE), calls=reader.strict)
     with pytest.raises(InvalidArgumentError, match="cannot be together with tools") as caught:
         answer.with_form(SCHEMA, lambda name: f"my {name}")
     assert caught.value.field == "my guided"

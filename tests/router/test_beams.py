@@ -1,4 +1,4 @@
-"""Beam search over REST and gRPC, in front of a worker whose model is a table."""
+"""Beam search over REST and gRPC, in gateway of a worker whose model is a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.beam_search import Beam, BeamSearch, BeamSearchParams
 from common.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from common.sampling import MAX_LOGPROBS
 from common.types import FinishReason, TokenLogprob
-from router.limits.fair_queue import FairQueue
+from router.limits.request_queue import RequestQueue
 from router.processes.messages import Enter, Message, Placed
 from router.processes.remote_queue import RemoteQueue
 from router.running import beams
@@ -213,7 +213,7 @@ async def test_each_beam_counts(worker: FakeWorker, start_router: StartRouter) -
 
 
 async def test_a_search_takes_a_place_for_each_beam() -> None:
-    queue = FairQueue(2)
+    queue = RequestQueue(2)
     began: list[str] = []
     free = asyncio.Event()
 

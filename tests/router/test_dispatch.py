@@ -20,7 +20,7 @@ from router.fleet import registry
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Reasons, RoutingDecision, RoutingRequest
 from router.running.dispatch import Dispatcher
-from router.running.progress import Progress
+from router.running.request import Progress
 from router.running.retries import DispatchLimits, Retries
 from router.running.routes import Routes
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample

@@ -11,7 +11,7 @@ import pytest
 from common.choices import Choices
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
-from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.answer import CompletionAnswer
 from router.api.rest.openai.echo import EchoedPrompt
 from router.api.rest.openai.formats import CompletionFormat
 from router.running.request import Output
@@ -146,7 +146,7 @@ class Candidates(FakeGeneration):
 async def test_the_best_per_token_are_kept() -> None:
     """Of two prompts with three candidates each, two: by the mean, so that length does not decide."""
     candidates = Candidates([[-1.0], [-0.9, -0.9], [-3.0], [-0.1], [-0.3, -0.1], [-0.15] * 9])
-    answer = Answer(
+    answer = CompletionAnswer(
         candidates,  # type: ignore[arg-type]
         requests(6),
         CompletionFormat(),

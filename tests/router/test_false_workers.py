@@ -15,7 +15,7 @@ from common.grpc.status import DETAILS_KEY, error_of_call
 from common.peers import MAX_COUNT, milliseconds, seconds_to_wait
 from common.types import WorkerLoad, WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
-from router.autoscaler.fleet import _kv_usage
+from router.autoscaler.fleet_load import _kv_usage
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.least_load import kv_headroom

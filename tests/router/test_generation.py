@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.choices import Choices
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
-from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.answer import CompletionAnswer
 from router.api.rest.openai.formats import ChatFormat
 from router.api.rest.openai.large_json import json_parts
 from router.api.rest.openai.responses import ResponseAnswer
@@ -23,8 +23,7 @@ from router.fleet.registry import Registry
 from router.limits.admission import Admission
 from router.limits.demand import Demand
 from router.limits.gate import Gate
-from router.running.progress import NewTokens, Progress
-from router.running.request import GenerationRequest, Output
+from router.running.request import GenerationRequest, NewTokens, Output, Progress
 from router.serving.generation import Generation
 from tests.router import chat_templates
 from tests.router.test_answer import keep, requests
@@ -97,7 +96,7 @@ async def answered(asked: GenerationRequest, cuts: Sequence[int]) -> Answered:
     has_logprobs = asked.sampling_params.logprobs is not None
     news = pieces(cuts, with_logprobs=has_logprobs)
     generation = Generation(FakeDispatcher(news), Admission(Registry([], []), Demand(), Gate()))  # type: ignore[arg-type]
-    chat = Answer(
+    chat = CompletionAnswer(
         generation,
         [asked],
         ChatFormat(),

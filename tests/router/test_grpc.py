@@ -1,4 +1,4 @@
-"""The gRPC front, with stock clients."""
+"""The gRPC gateway, with stock clients."""
 
 from __future__ import annotations
 

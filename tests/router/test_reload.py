@@ -15,13 +15,13 @@ from baton.settings import load
 from common.config import RouterSettings
 from common.errors import StartupError
 from router.fleet.registry import Registry
-from router.limits.fair_queue import FairQueue
-from router.make_front import policy_of
+from router.limits.request_queue import RequestQueue
+from router.make_gateway import policy_of
 from router.reload import Reload, SettingsFile
 from router.running.routes import Routes
 from tests.router.conftest import sample
 from tests.router.processes.running import running, running_with_file
-from tests.router.test_fair_queue import Runner
+from tests.router.test_request_queue import Runner
 from tests.support.fake_worker import FakeWorker
 
 
@@ -31,7 +31,7 @@ class Router:
     def __init__(self, path: Path) -> None:
         read = partial(load, RouterSettings, {"http_listen": "127.0.0.1:1"}, environ={}, config=str(path))
         self.settings = read()
-        self.queue = FairQueue(self.settings.max_running)
+        self.queue = RequestQueue(self.settings.max_running)
         self.routes = Routes(Registry([], []), policy_of(self.settings))
         self.reload = Reload(self.settings, SettingsFile(str(path), read), self.routes, self.queue)
 

@@ -19,8 +19,7 @@ from router.policy.registry import create_policy
 from router.running.decisions import Decisions
 from router.running.dispatch import Dispatcher
 from router.running.prefill_times import MIN_LIKE
-from router.running.progress import Progress
-from router.running.request import Siblings
+from router.running.request import Progress, Siblings
 from router.running.routes import Routes
 from tests.router.test_answer import requests
 

@@ -11,7 +11,7 @@ import pytest
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
-from router.fleet.worker import Sent, Worker
+from router.fleet.worker import Sent, WorkerRecord
 from tests.router.test_answer import requests
 
 
@@ -19,27 +19,27 @@ def info(epoch: str = "e", model: str = "m") -> worker_pb2.WorkerInfo:
     return worker_pb2.WorkerInfo(worker_id="w", role=worker_pb2.WORKER_ROLE_DECODE, epoch=epoch, model=model)
 
 
-def report(worker: Worker, **load: int) -> None:
+def report(worker: WorkerRecord, **load: int) -> None:
     worker.load = WorkerLoad(**load)
 
 
-def introduce(worker: Worker, epoch: str) -> None:
+def introduce(worker: WorkerRecord, epoch: str) -> None:
     worker.info = info(epoch)
 
 
-def lose(worker: Worker) -> None:
+def lose(worker: WorkerRecord) -> None:
     worker.state = WorkerState.UNREACHABLE
 
 
 @pytest.fixture
-async def worker() -> Worker:
-    made = Worker("127.0.0.1:1", WorkerRole.DECODE, grpc.aio.insecure_channel("127.0.0.1:1"), 0)
+async def worker() -> WorkerRecord:
+    made = WorkerRecord("127.0.0.1:1", WorkerRole.DECODE, grpc.aio.insecure_channel("127.0.0.1:1"), 0)
     made.info, made.state = info(), WorkerState.READY
     made.send("first", Sent(0.0, 3))
     return made
 
 
-CHANGES: list[tuple[Callable[[Worker], object], dict[str, object]]] = [
+CHANGES: list[tuple[Callable[[WorkerRecord], object], dict[str, object]]] = [
     (lambda one: report(one, num_requests_waiting=2), {"load": WorkerLoad(num_requests_waiting=2)}),
     (lambda one: introduce(one, "e2"), {"epoch": "e2"}),
     (lose, {"state": WorkerState.UNREACHABLE}),
@@ -51,7 +51,7 @@ CHANGES: list[tuple[Callable[[Worker], object], dict[str, object]]] = [
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES)
 async def test_an_endpoint_is_made_anew_if_something_has_changed(
-    worker: Worker, change: Callable[[Worker], object], expected: dict[str, object]
+    worker: WorkerRecord, change: Callable[[WorkerRecord], object], expected: dict[str, object]
 ) -> None:
     before = worker.endpoint()
     assert worker.endpoint() is before
@@ -61,19 +61,19 @@ async def test_an_endpoint_is_made_anew_if_something_has_changed(
     assert (worker.endpoint() is before) is (not expected)
 
 
-async def test_reasons_against_a_worker_are_told(worker: Worker) -> None:
+async def test_reasons_against_a_worker_are_told(worker: WorkerRecord) -> None:
     for excluded, suspended in (("", "slow"), ("other", "slow"), ("other", ""), ("", "")):
         told: Endpoint = worker.endpoint(excluded, suspended)
         assert (told.excluded, told.suspended) == (excluded, suspended)
 
 
-async def test_requests_that_were_reported_and_then_end_are_counted_once(worker: Worker) -> None:
+async def test_requests_that_were_reported_and_then_end_are_counted_once(worker: WorkerRecord) -> None:
     for _ in range(2):
         worker.reported("first")
         assert worker.endpoint().num_unreported_tokens == 0
 
 
-async def test_whether_a_worker_goes_with_the_model_is_asked_again_if_either_changes(worker: Worker) -> None:
+async def test_whether_a_worker_goes_with_the_model_is_asked_again_if_either_changes(worker: WorkerRecord) -> None:
     (request,) = requests(1)
     model = request.model
     assert worker.excluded(None) == ""

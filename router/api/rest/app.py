@@ -24,7 +24,7 @@ from router.api.rest.openai.responses_body import ResponsesBody
 from router.api.rest.openai.sampling_fields import schemas
 from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
 from router.running.decisions import MAX_DECISIONS
-from router.serving.front import Front
+from router.serving.gateway import Gateway
 
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
 
@@ -40,12 +40,12 @@ BODIES: tuple[type[Body], ...] = (
 )
 
 
-def make_app(front: Front, root_path: str = "") -> ASGIApp:
+def make_app(gateway: Gateway, root_path: str = "") -> ASGIApp:
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, servers=servers)
     errors.install(app)
-    generation, embedding, prefixes = GenerationHandlers(front), EmbeddingHandlers(front), PrefixHandlers(front)
-    tokenizer, information = TokenizerHandlers(front), InformationHandlers(front)
+    generation, embedding, prefixes = GenerationHandlers(gateway), EmbeddingHandlers(gateway), PrefixHandlers(gateway)
+    tokenizer, information = TokenizerHandlers(gateway), InformationHandlers(gateway)
 
     references, components = schemas(BODIES)
     direct: dict[str, Endpoint] = {}

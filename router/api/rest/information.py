@@ -18,23 +18,23 @@ from router.api.rest.metrics_page import MetricsPage
 from router.api.rest.openai.handlers import Handlers
 from router.fleet.served_model import ServedModel
 from router.running.decisions import MAX_DECISIONS
-from router.serving.front import Front
+from router.serving.gateway import Gateway
 
 DEFAULT_DECISIONS = 50  # at /decisions
 
 
 class InformationHandlers(Handlers):
-    def __init__(self, front: Front) -> None:
-        super().__init__(front)
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway)
         self._started = int(time.time())
-        self._metrics_page = MetricsPage(lambda: front.part.metrics_page())
+        self._metrics_page = MetricsPage(lambda: gateway.process.metrics_page())
 
     async def models(self, _request: Request) -> Response:
-        served = self._front.admission.models().values()
+        served = self._gateway.admission.models().values()
         return json_response({"object": "list", "data": [self._described(model) for model in served]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._described(self._front.admission.served(request.path_params["model"])))
+        return json_response(self._described(self._gateway.admission.served(request.path_params["model"])))
 
     def _described(self, model: ServedModel) -> dict[str, object]:
         return {
@@ -46,7 +46,7 @@ class InformationHandlers(Handlers):
         }
 
     async def health(self, _request: Request) -> Response:
-        if reason := self._front.not_ready():
+        if reason := self._gateway.not_ready():
             return json_response({"status": "unavailable", "reason": reason}, status=503, headers={"Retry-After": "1"})
         return json_response({"status": "ok"})
 
@@ -57,7 +57,7 @@ class InformationHandlers(Handlers):
             raise InvalidArgumentError("limit", f"must be a number from 1 to {MAX_DECISIONS}")
         client = current_client.get()
         tenant = None if client is None or client.is_operator else client.tenant
-        made = await self._front.latest_decisions(int(given), tenant)
+        made = await self._gateway.latest_decisions(int(given), tenant)
         return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
 
     async def version(self, _request: Request) -> Response:

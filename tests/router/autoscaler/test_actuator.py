@@ -6,7 +6,7 @@ import pytest
 
 from common.types import WorkerRole
 from router.autoscaler.actuator import COSTS_EVERY_S, SYNC_S, Actuator, deletion_cost
-from router.autoscaler.fleet import PodLoad
+from router.autoscaler.fleet_load import PodLoad
 from router.autoscaler.kubernetes import Workload
 from tests.router.autoscaler.fakes import Clock, FakeCluster, decisions
 

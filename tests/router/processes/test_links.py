@@ -18,8 +18,8 @@ from common.process.tasks import VitalTasks
 from router.processes import member as member_module
 from router.processes import messages, remote_queue
 from router.processes.child import Child
-from router.processes.member import SIGNALS, Member, Place, _say_last
-from router.processes.messages import Answer, Beat, Enter, Leave, Link, Message
+from router.processes.member import SIGNALS, Member, ProcessSpec, _say_last
+from router.processes.messages import Beat, Enter, Leave, Link, Message, Reply
 from router.processes.parent import _Parent
 from router.processes.remote_queue import RemoteQueue
 from router.processes.shared_ledger import SharedLedger
@@ -32,8 +32,8 @@ async def link_of(end: socket.socket) -> Link:
     return Link(*await asyncio.open_unix_connection(sock=end))
 
 
-def place_in(folder: Path) -> Place:
-    return Place(
+def place_in(folder: Path) -> ProcessSpec:
+    return ProcessSpec(
         number=0,
         num_processes=2,
         directory=str(folder),
@@ -60,7 +60,7 @@ async def test_an_end_that_does_not_read_is_gone(
     with theirs:
         link = await link_of(ours)
         for number in range(100):
-            link.send(Answer(number, [bytes(2**14)]))
+            link.send(Reply(number, [bytes(2**14)]))
         assert link._writer.transport.get_write_buffer_size() <= 2**16 + 2**15
         async with asyncio.timeout(PATIENCE_S):
             assert [message async for message in link.messages()] == []

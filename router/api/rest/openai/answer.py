@@ -68,7 +68,7 @@ class _Logprobs:
         return {**self._lists, **self._rest}
 
 
-class Answer:
+class CompletionAnswer:
     """`requests`: one for each candidate of `choices`; those of one prompt side by side."""
 
     def __init__(

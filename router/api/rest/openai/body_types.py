@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 from common.cache_hints import Retain
 from common.errors import InvalidArgumentError
 
-Given = Raw | UnsetType
+GivenRaw = Raw | UnsetType
 """A value that is not decoded, since all that matters is whether it asks for something (`asks`)."""
 
 
@@ -54,12 +54,12 @@ def refuse_unless(body: Body, name: str, *harmless: object, where: str = "") -> 
         raise InvalidArgumentError(f"{where}.{name}" if where else name, f"only {shown} is supported")
 
 
-def is_given(value: Given) -> bool:
+def is_given(value: GivenRaw) -> bool:
     """Whether a value is there. Null is as good as nothing; unlike `asks`, what is empty counts."""
     return isinstance(value, Raw) and bytes(value).strip() != b"null"
 
 
-def is_list(value: Given) -> bool:
+def is_list(value: GivenRaw) -> bool:
     """Whether a value that is there is a list."""
     return not is_given(value) or bytes(cast("Raw", value)).lstrip().startswith(b"[")
 

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
 from common.validation import ModelLimits, check_messages
-from router.api.rest.openai.body_types import Body, Given, refuse_if_asked
+from router.api.rest.openai.body_types import Body, GivenRaw, refuse_if_asked
 from router.api.rest.openai.tools import ToolCall, calls_of
 from text.conversation import (
     Conversation,
@@ -31,13 +31,13 @@ class ContentPart(Body, kw_only=True):
 
     # Fields of parts that are not text.
     refusal: str | None = None
-    image_url: Given = UNSET
-    input_audio: Given = UNSET
-    file: Given = UNSET
+    image_url: GivenRaw = UNSET
+    input_audio: GivenRaw = UNSET
+    file: GivenRaw = UNSET
 
     # They mark where a prompt's cached part may end. Here it may end anywhere, so they change nothing.
-    prompt_cache_breakpoint: Given = UNSET
-    cache_control: Given = UNSET
+    prompt_cache_breakpoint: GivenRaw = UNSET
+    cache_control: GivenRaw = UNSET
 
     media: ClassVar[tuple[str, ...]] = ("image_url", "input_audio", "file")
     not_text: ClassVar[tuple[str, ...]] = (*media, "refusal")
@@ -56,9 +56,9 @@ class ChatMessage(Body, kw_only=True):
     refusal: str | None = None  # an assistant's words, in place of content or after it
 
     # What answers hold and clients send back; each must be empty.
-    annotations: Given = UNSET
-    audio: Given = UNSET
-    function_call: Given = UNSET
+    annotations: GivenRaw = UNSET
+    audio: GivenRaw = UNSET
+    function_call: GivenRaw = UNSET
 
     unsupported: ClassVar[tuple[str, ...]] = ("annotations", "audio", "function_call")
 
@@ -98,7 +98,7 @@ class ChatInPlace(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Given = UNSET
+    chat_template: GivenRaw = UNSET
     add_special_tokens: bool | None = None  # of the text
 
     of_chat: ClassVar[tuple[str, ...]] = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")

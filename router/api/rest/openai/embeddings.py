@@ -124,12 +124,12 @@ class EmbeddingHandlers(Handlers):
 
     async def _embed(self, body: EmbeddingsBody, request_id: str, arrived_at: float) -> AsyncGenerator[bytes, None]:
         client = current_client.get()
-        front = self._front
-        with front.admission.running("rest", client=client):
-            model = await front.admission.serving(body.model or "")
+        gateway = self._gateway
+        with gateway.admission.running("rest", client=client):
+            model = await gateway.admission.serving(body.model or "")
             body.check()
             prompts = await self._prompts(model, body)
-            wanted = front.preparation.embed_request(
+            wanted = gateway.preparation.embed_request(
                 model,
                 prompts,
                 request_id=request_id,
@@ -140,14 +140,14 @@ class EmbeddingHandlers(Handlers):
                 arrived_at=arrived_at,
                 client=client,
             )
-            with front.admission.gate.bytes_held() as held:
-                embedded = await front.embedder.embed(wanted, held.grow)
+            with gateway.admission.gate.bytes_held() as held:
+                embedded = await gateway.embedder.embed(wanted, held.grow)
                 async with aclosing(embeddings_parts(body, wanted, embedded)) as parts:
                     async for part in parts:
                         yield part
 
     async def _prompts(self, model: ServedModel, body: EmbeddingsBody) -> list[Prompt]:
-        preparation = self._front.preparation
+        preparation = self._gateway.preparation
         if body.messages is not None:
             return [await preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)]
         special = body.add_special_tokens is not False

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from common.sampling import kept_tokens
 from router.api.api_keys import current_client
-from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.answer import CompletionAnswer
 from router.api.rest.openai.disconnect import EventStream, json_answer, unless_gone
 from router.api.rest.openai.echo import Echo
 from router.api.rest.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
@@ -36,8 +36,8 @@ TextBody = ChatBody | CompletionBody | ResponsesBody
 
 Prompts = Callable[[ServedModel, int | None], Awaitable[list[Prompt]]]
 """Makes a body's prompts; of each so many tokens at most, the last ones."""
-AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer | ResponseAnswer]
-Ask = Callable[[contextlib.ExitStack], Awaitable[Answer | ResponseAnswer]]
+AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], CompletionAnswer | ResponseAnswer]
+Ask = Callable[[contextlib.ExitStack], Awaitable[CompletionAnswer | ResponseAnswer]]
 
 
 class GenerationHandlers(Handlers):
@@ -46,13 +46,13 @@ class GenerationHandlers(Handlers):
         body = parse(ChatBody, await self._read(request))
         chat_format = ChatFormat(
             is_named_call=isinstance(body.tool_choice, NamedTool) and body.tool_choice.is_named,
-            also_reasoning=self._front.also_reasoning,
+            also_reasoning=self._gateway.also_reasoning,
         )
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             conversation = body.conversation(model.limits)
             echoed.append(body.echoed(conversation))
-            return [await self._front.preparation.chat_prompt(model, conversation, keep=keep)]
+            return [await self._gateway.preparation.chat_prompt(model, conversation, keep=keep)]
 
         echoed: list[str] = []
         echo = Echo(echoed, is_prompt=False) if body.echo else None
@@ -65,11 +65,11 @@ class GenerationHandlers(Handlers):
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             conversation = body.response_conversation(model.limits)
-            return [await self._front.preparation.chat_prompt(model, conversation, "input", keep=keep)]
+            return [await self._gateway.preparation.chat_prompt(model, conversation, "input", keep=keep)]
 
         def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold) -> ResponseAnswer:
             return ResponseAnswer(
-                self._front.generation,
+                self._gateway.generation,
                 requests[0],
                 request_id,
                 body.echoed(),
@@ -87,7 +87,7 @@ class GenerationHandlers(Handlers):
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             special = body.add_special_tokens is not False
             given = body.prompts()
-            prepare = self._front.preparation.prompts
+            prepare = self._gateway.preparation.prompts
             made = await prepare(model, given, "prompt", add_special_tokens=special, keep=keep)
             for prompt, one in zip(given, made, strict=True) if body.echo else ():
                 is_known = isinstance(prompt, str) and not one.is_cut
@@ -101,13 +101,13 @@ class GenerationHandlers(Handlers):
 
     async def _text(self, model: ServedModel, token_ids: list[int]) -> str:
         """A prompt's text, with its control tokens."""
-        return await self._front.preparation.detokenize(model, token_ids, "prompt", skip_special_tokens=False)
+        return await self._gateway.preparation.detokenize(model, token_ids, "prompt", skip_special_tokens=False)
 
     def _answer_maker(
         self, body: ChatBody | CompletionBody, answer_format: AnswerFormat, echo: Echo | None = None
     ) -> AnswerMaker:
-        return lambda requests, request_id, hold: Answer(
-            self._front.generation,
+        return lambda requests, request_id, hold: CompletionAnswer(
+            self._gateway.generation,
             requests,
             answer_format,
             request_id=request_id,
@@ -144,16 +144,16 @@ class GenerationHandlers(Handlers):
         hints: CallHints,
         hold: Hold,
         within: contextlib.ExitStack,
-    ) -> Answer | ResponseAnswer:
+    ) -> CompletionAnswer | ResponseAnswer:
         """`within` has to stay open until the answer's end."""
-        client, admission = current_client.get(), self._front.admission
+        client, admission = current_client.get(), self._gateway.admission
         ending = within.enter_context(admission.running("rest", client=client))
         model = await admission.serving(body.model or "")
         body.check()
         sampling = body.sampling()
         is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
         given = await prompts(model, kept_tokens(sampling, model.limits, name=body.field_name))
-        requests = self._front.preparation.requests(
+        requests = self._gateway.preparation.requests(
             model,
             given,
             sampling,
@@ -169,18 +169,18 @@ class GenerationHandlers(Handlers):
             choices=body.choices,
             is_whole=is_whole,
         )
-        first, check = requests[0], self._front.preparation.check_guided
+        first, check = requests[0], self._gateway.preparation.check_guided
         await check(first.sampling_params, first.sampling_field, first.tools, first.form)
         choices = candidates(requests, body.choices)
         field = "prompt" if len(given) > 1 else body.choices.field()
-        within.enter_context(self._front.generation.charged(choices, field))
+        within.enter_context(self._gateway.generation.charged(choices, field))
         answer = make_answer(choices, request_id, hold)
         if body.stream:
             within.callback(_count_failure, answer, ending)
         return answer
 
 
-def _count_failure(answer: Answer | ResponseAnswer, ending: Ending) -> None:
+def _count_failure(answer: CompletionAnswer | ResponseAnswer, ending: Ending) -> None:
     """A stream tells a failure as an event, and raises nothing."""
     if answer.failure is not None:
         ending.failed(answer.failure)

@@ -15,7 +15,7 @@ from common.sampling import parameters
 from common.validation import ModelLimits
 from router.api.rest.openai.body_types import (
     Body,
-    Given,
+    GivenRaw,
     RetainBody,
     asks,
     check_service_tier,
@@ -42,7 +42,7 @@ _ONE_ANSWER_ASKED = (None, None, None, None)
 class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as vLLM's clients ask for it: usage so far in every chunk
-    include_obfuscation: Given = UNSET  # whether chunks are padded to hide their lengths; none are
+    include_obfuscation: GivenRaw = UNSET  # whether chunks are padded to hide their lengths; none are
 
 
 class GenerationBody(GuidedFields, kw_only=True):
@@ -66,26 +66,26 @@ class GenerationBody(GuidedFields, kw_only=True):
     add_special_tokens: bool | None = None
 
     # OpenAI's. Each names a session, whose requests should go to one worker.
-    prompt_cache_key: Given = UNSET
-    user: Given = UNSET
+    prompt_cache_key: GivenRaw = UNSET
+    user: GivenRaw = UNSET
 
     # OpenAI's, for its own records, its store of answers and its tiers of service.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     store: bool | None = None
     service_tier: str | None = None
-    prompt_cache_retention: Given = UNSET
-    prompt_cache_options: Given = UNSET
+    prompt_cache_retention: GivenRaw = UNSET
+    prompt_cache_options: GivenRaw = UNSET
 
     # vLLM's. Its clients write out what these are if nothing is said of them.
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # of those that are not skipped: none
-    return_tokens_as_token_ids: Given = UNSET
-    logits_processors: Given = UNSET
-    guided_decoding_backend: Given = UNSET
-    guided_whitespace_pattern: Given = UNSET
-    kv_transfer_params: Given = UNSET
-    vllm_xargs: Given = UNSET
+    return_tokens_as_token_ids: GivenRaw = UNSET
+    logits_processors: GivenRaw = UNSET
+    guided_decoding_backend: GivenRaw = UNSET
+    guided_whitespace_pattern: GivenRaw = UNSET
+    kv_transfer_params: GivenRaw = UNSET
+    vllm_xargs: GivenRaw = UNSET
 
     of_vllm: ClassVar[tuple[str, ...]] = (
         "return_tokens_as_token_ids",
@@ -179,21 +179,21 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the model's template
-    functions: Given = UNSET
-    function_call: Given = UNSET
-    audio: Given = UNSET
-    prediction: Given = UNSET
+    functions: GivenRaw = UNSET
+    function_call: GivenRaw = UNSET
+    audio: GivenRaw = UNSET
+    prediction: GivenRaw = UNSET
     reasoning_effort: str | None = None
-    verbosity: Given = UNSET
-    web_search_options: Given = UNSET
+    verbosity: GivenRaw = UNSET
+    web_search_options: GivenRaw = UNSET
     # vLLM's.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # whether the answer continues the last message
     echo: bool | None = None
-    chat_template: Given = UNSET
-    documents: Given = UNSET
-    mm_processor_kwargs: Given = UNSET
-    media_io_kwargs: Given = UNSET
+    chat_template: GivenRaw = UNSET
+    documents: GivenRaw = UNSET
+    mm_processor_kwargs: GivenRaw = UNSET
+    media_io_kwargs: GivenRaw = UNSET
 
     unsupported: ClassVar[tuple[str, ...]] = (
         "functions",
@@ -260,7 +260,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     suffix: str | None = None
-    prompt_embeds: Given = UNSET
+    prompt_embeds: GivenRaw = UNSET
 
     unsupported: ClassVar[tuple[str, ...]] = ("suffix", "prompt_embeds")
 

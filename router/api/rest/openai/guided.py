@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
 from common.guided import MAX_GRAMMAR_CHARS, Guided, json_text
-from router.api.rest.openai.body_types import Body, Given, is_given
+from router.api.rest.openai.body_types import Body, GivenRaw, is_given
 
 MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_CHARS  # as the client wrote it, with its white space
 
@@ -20,36 +20,36 @@ MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_CHARS  # as the client wrote it, with its whi
 class GuidedBody(Body, kw_only=True):
     """The same fields as in gRPC; schema and structural tag are objects or texts."""
 
-    json_schema: Given = UNSET
+    json_schema: GivenRaw = UNSET
     json_object: bool = False
     regex: str = ""
     choice: list[str] | None = None
     grammar: str = ""
-    structural_tag: Given = UNSET
+    structural_tag: GivenRaw = UNSET
 
 
 class StructuredOutputs(Body, kw_only=True):
-    json: Given = UNSET
+    json: GivenRaw = UNSET
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    structural_tag: Given = UNSET
+    structural_tag: GivenRaw = UNSET
 
 
 class NamedSchema(Body, kw_only=True):
     name: str | None = None
     description: str | None = None
-    schema: Given = UNSET
+    schema: GivenRaw = UNSET
     strict: bool | None = None  # every schema is kept to the letter
 
 
 class ResponseFormat(Body, kw_only=True):
     type: str
     json_schema: NamedSchema | None = None
-    format: Given = UNSET  # of a structural tag; of the older shape, the next two
-    structures: Given = UNSET
-    triggers: Given = UNSET
+    format: GivenRaw = UNSET  # of a structural tag; of the older shape, the next two
+    structures: GivenRaw = UNSET
+    triggers: GivenRaw = UNSET
 
 
 class GuidedFields(Body, kw_only=True, dict=True):
@@ -58,7 +58,7 @@ class GuidedFields(Body, kw_only=True, dict=True):
     response_format: ResponseFormat | None = None
     guided: GuidedBody | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Given = UNSET
+    guided_json: GivenRaw = UNSET
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -143,7 +143,7 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
             raise InvalidArgumentError("response_format.type", f"must be one of {kinds}, not {given.type!r}")
 
 
-def schema_text(given: Given, name: str) -> str:
+def schema_text(given: GivenRaw, name: str) -> str:
     """JSON text of a schema or tag: the object as it came, or what a string holds; empty if there is none.
 
     Raises `InvalidArgumentError` for the field `name` if the value cannot be read, or is too long to be looked at.

@@ -7,15 +7,15 @@ from fastapi import Request
 from common.validation import check_request_id
 from router.api.rest.http.body import read_body
 from router.running.request import new_request_id
-from router.serving.front import Front
+from router.serving.gateway import Gateway
 
 
 class Handlers:
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     async def _read(self, request: Request) -> bytes:
-        admission = self._front.admission
+        admission = self._gateway.admission
         return await read_body(request, admission.max_request_bytes(), admission.gate.limits.receive_timeout_s)
 
 

@@ -83,16 +83,18 @@ class PrefixHandlers(Handlers):
         action: worker_pb2.CacheAction.ValueType,
         seconds: float | None = None,
     ) -> Response:
-        client, front = current_client.get(), self._front
-        with front.admission.running("rest", client=client):
-            model = await front.admission.serving(body.model or "")
+        client, gateway = current_client.get(), self._gateway
+        with gateway.admission.running("rest", client=client):
+            model = await gateway.admission.serving(body.model or "")
             body.check()
             if body.prompt is None:
-                prompt = await front.preparation.chat_prompt(model, body.conversation(model.limits))
+                prompt = await gateway.preparation.chat_prompt(model, body.conversation(model.limits))
             else:
                 special = body.add_special_tokens is not False
-                (prompt,) = await front.preparation.prompts(model, [body.prompt], "prompt", add_special_tokens=special)
-            hint = front.preparation.prefix_hint(
+                (prompt,) = await gateway.preparation.prompts(
+                    model, [body.prompt], "prompt", add_special_tokens=special
+                )
+            hint = gateway.preparation.prefix_hint(
                 model,
                 prompt,
                 num_tokens=body.num_tokens or 0,
@@ -101,4 +103,4 @@ class PrefixHandlers(Handlers):
                 client=client,
                 hints=call_hints(request.headers),
             )
-            return json_response(prefix_json(await unless_gone(request, front.prefix_hints.give(hint, action))))
+            return json_response(prefix_json(await unless_gone(request, gateway.prefix_hints.give(hint, action))))

@@ -94,7 +94,7 @@ class ResponseAnswer:
         return self._response(self._status())
 
     async def events(self, within: AbstractContextManager[object]) -> AsyncGenerator[bytes, None]:
-        """As `Answer.events`."""
+        """As `CompletionAnswer.events`."""
         started = False
         with within:
             try:

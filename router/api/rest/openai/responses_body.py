@@ -14,7 +14,7 @@ from common.sampling import parameters
 from common.validation import ModelLimits, check_messages
 from router.api.rest.openai.body_types import (
     Body,
-    Given,
+    GivenRaw,
     RetainBody,
     check_service_tier,
     is_given,
@@ -81,17 +81,17 @@ class TextFormat(Body, kw_only=True):
     type: str
     name: str | None = None  # this and the description are notes
     description: str | None = None
-    schema: Given = UNSET
+    schema: GivenRaw = UNSET
     strict: bool | None = None  # every schema is kept to the letter
 
 
 class TextOptions(Body, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Given = UNSET
+    verbosity: GivenRaw = UNSET
 
 
 class ResponseStreamOptions(Body, kw_only=True):
-    include_obfuscation: Given = UNSET  # whether chunks are padded to hide their lengths; none are
+    include_obfuscation: GivenRaw = UNSET  # whether chunks are padded to hide their lengths; none are
 
 
 class Reasoning(Body, kw_only=True):
@@ -127,22 +127,22 @@ class ResponsesBody(Body, kw_only=True, dict=True):
 
     # Of what is stored.
     store: bool | None = None
-    previous_response_id: Given = UNSET
-    conversation: Given = UNSET
-    prompt: Given = UNSET
-    background: Given = UNSET
+    previous_response_id: GivenRaw = UNSET
+    conversation: GivenRaw = UNSET
+    prompt: GivenRaw = UNSET
+    background: GivenRaw = UNSET
 
-    context_management: Given = UNSET
-    max_tool_calls: Given = UNSET
-    moderation: Given = UNSET
+    context_management: GivenRaw = UNSET
+    max_tool_calls: GivenRaw = UNSET
+    moderation: GivenRaw = UNSET
 
     # OpenAI's, as in chat.
-    user: Given = UNSET
+    user: GivenRaw = UNSET
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: Given = UNSET
-    prompt_cache_retention: Given = UNSET
-    prompt_cache_options: Given = UNSET
+    prompt_cache_key: GivenRaw = UNSET
+    prompt_cache_retention: GivenRaw = UNSET
+    prompt_cache_options: GivenRaw = UNSET
 
     choices: ClassVar[Choices] = Choices()
     unsupported: ClassVar[tuple[str, ...]] = ("context_management", "max_tool_calls", "moderation")

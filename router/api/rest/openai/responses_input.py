@@ -9,7 +9,7 @@ from typing import ClassVar
 from msgspec import UNSET, field
 
 from common.errors import InvalidArgumentError
-from router.api.rest.openai.body_types import Body, Given, is_list, refuse_if_asked
+from router.api.rest.openai.body_types import Body, GivenRaw, is_list, refuse_if_asked
 from router.api.rest.openai.kept_reasoning import given_back
 from text.conversation import Call, Json, ValueCount, joined_parts, make_message
 
@@ -28,11 +28,11 @@ class Part(Body, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    prompt_cache_breakpoint: Given = UNSET  # where a prompt's cached part may end; here it may end anywhere
+    prompt_cache_breakpoint: GivenRaw = UNSET  # where a prompt's cached part may end; here it may end anywhere
 
     # Answers have these, and clients send them back. Prompts have no place for them.
-    annotations: Given = UNSET
-    logprobs: Given = UNSET
+    annotations: GivenRaw = UNSET
+    logprobs: GivenRaw = UNSET
 
 
 class InputItem(Body, kw_only=True):
@@ -56,9 +56,9 @@ class InputItem(Body, kw_only=True):
     phase: str | None = None
 
     # Answers have these, too. Each must be empty.
-    caller: Given = UNSET
-    namespace: Given = UNSET
-    async_: Given = field(default=UNSET, name="async")
+    caller: GivenRaw = UNSET
+    namespace: GivenRaw = UNSET
+    async_: GivenRaw = field(default=UNSET, name="async")
 
     unsupported: ClassVar[tuple[str, ...]] = ("caller", "namespace", "async_")
 

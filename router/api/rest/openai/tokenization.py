@@ -58,8 +58,8 @@ class DetokenizeBody(Body, kw_only=True):
 class TokenizerHandlers(Handlers):
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._read(request))
-        self._front.admission.charge(current_client.get())
-        model = self._front.admission.served(body.model or "")
+        self._gateway.admission.charge(current_client.get())
+        model = self._gateway.admission.served(body.model or "")
         body.check()
         ids = await self._token_ids(model, body)
         of_vllm = {"tokens": ids} if body.text is None else {}
@@ -67,7 +67,7 @@ class TokenizerHandlers(Handlers):
         return json_response({"token_ids": ids, **of_vllm, **known})
 
     async def _token_ids(self, model: ServedModel, body: TokenizeBody) -> list[int]:
-        preparation = self._front.preparation
+        preparation = self._gateway.preparation
         if body.messages is not None:
             return (await preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)).token_ids
         name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
@@ -76,13 +76,13 @@ class TokenizerHandlers(Handlers):
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._read(request))
-        self._front.admission.charge(current_client.get())
-        model = self._front.admission.served(body.model or "")
+        self._gateway.admission.charge(current_client.get())
+        model = self._gateway.admission.served(body.model or "")
         body.check()
         skip = body.skip_special_tokens is not False
         name, ids = ("tokens", body.tokens) if body.token_ids is None else ("token_ids", body.token_ids)
-        text = await self._front.preparation.detokenize(model, ids or [], name, skip_special_tokens=skip)
+        text = await self._gateway.preparation.detokenize(model, ids or [], name, skip_special_tokens=skip)
         return json_response({"text": text, **({"prompt": text} if name == "tokens" else {})})
 
     async def tokenizer_info(self, _request: Request) -> Response:
-        return json_response(self._front.admission.served().tokenizer.described())
+        return json_response(self._gateway.admission.served().tokenizer.described())

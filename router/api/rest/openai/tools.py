@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
-from router.api.rest.openai.body_types import Body, Given, is_given
+from router.api.rest.openai.body_types import Body, GivenRaw, is_given
 from text.answer_parts import ToolCallDelta
 from text.conversation import Call, Tool, Tools, check_num_tools, make_tools
 
@@ -31,7 +31,7 @@ class FunctionTool(Body, kw_only=True):
 
     type: str
     function: Function | None = None
-    custom: Given = UNSET  # of another type
+    custom: GivenRaw = UNSET  # of another type
 
 
 class FunctionName(Body, kw_only=True):
@@ -56,7 +56,7 @@ class NamedTool(Body, kw_only=True):
     type: str
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
-    custom: Given = UNSET  # of another type
+    custom: GivenRaw = UNSET  # of another type
 
     @property
     def is_named(self) -> bool:
@@ -77,7 +77,7 @@ class ToolCall(Body, kw_only=True):
     type: str = "function"
     function: FunctionCall | None = None
     index: int | None = None  # what was streamed is sent back with it by some clients
-    custom: Given = UNSET  # of another type
+    custom: GivenRaw = UNSET  # of another type
 
 
 def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *, parallel: bool) -> Tools:

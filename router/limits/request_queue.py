@@ -49,7 +49,7 @@ class _Tenant:
 
 
 class Places(Protocol):
-    """`FairQueue`, or another process's."""
+    """`RequestQueue`, or another process's."""
 
     def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None: ...
 
@@ -66,7 +66,7 @@ class Places(Protocol):
     ) -> AbstractAsyncContextManager[None]: ...
 
 
-class FairQueue:
+class RequestQueue:
     def __init__(
         self,
         max_running: int | None,
@@ -233,11 +233,11 @@ class FairQueue:
 
 
 class _Place:
-    """See `FairQueue.place`. A generator would cost each request more."""
+    """See `RequestQueue.place`. A generator would cost each request more."""
 
     __slots__ = ("_left_s", "_priority", "_queue", "_waiting", "_weight")
 
-    def __init__(self, queue: FairQueue, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
+    def __init__(self, queue: RequestQueue, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
         self._queue = queue
         self._waiting = waiting
         self._left_s = left_s

@@ -34,7 +34,7 @@ CHUNK = 512  # tokens: the default of --chunk-size
 
 
 @dataclass(slots=True)
-class _Worker:
+class _FollowedWorker:
     found: Found
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
@@ -44,7 +44,7 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Router:
+class _FollowedRouter:
     arrivals: ArrivalRate
     epoch: str = ""
     num_held_requests: int = 0
@@ -61,7 +61,7 @@ class PodLoad:
     num_cached_blocks: int
 
 
-class Fleet:
+class FleetLoad:
     """Follows workers and routers from `start` to `close`."""
 
     def __init__(
@@ -80,8 +80,8 @@ class Fleet:
         self._vital = vital or VitalTasks()
         self._window_s = arrival_window_s
         self._channels = channels or Channels()
-        self._workers: dict[WorkerRole, dict[str, _Worker]] = {WorkerRole.PREFILL: {}, WorkerRole.DECODE: {}}
-        self._routers: dict[str, _Router] = {}
+        self._workers: dict[WorkerRole, dict[str, _FollowedWorker]] = {WorkerRole.PREFILL: {}, WorkerRole.DECODE: {}}
+        self._routers: dict[str, _FollowedRouter] = {}
         self._arrived_tokens = 0.0  # at all routers since each was first read
         self._sources = (prefill, decode, routers)
         self._followers = (
@@ -130,7 +130,7 @@ class Fleet:
         ]
 
     @staticmethod
-    def _role(workers: Iterable[_Worker], now: float) -> RoleSignals:
+    def _role(workers: Iterable[_FollowedWorker], now: float) -> RoleSignals:
         workers = list(workers)
         fresh = [worker for worker in workers if _is_fresh(worker.reported_at, now)]
         ready = [worker for worker in fresh if worker.state is WorkerState.READY]
@@ -149,7 +149,7 @@ class Fleet:
     # ---------------------------------------------------------------------------------------- following
 
     async def _follow_worker(self, role: WorkerRole, found: Found) -> None:
-        worker = self._workers[role][found.address] = _Worker(found)
+        worker = self._workers[role][found.address] = _FollowedWorker(found)
 
         async def read(channel: grpc.aio.Channel) -> None:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -170,7 +170,7 @@ class Fleet:
             del self._workers[role][found.address]
 
     async def _follow_router(self, found: Found) -> None:
-        router = self._routers[found.address] = _Router(ArrivalRate(self._window_s))
+        router = self._routers[found.address] = _FollowedRouter(ArrivalRate(self._window_s))
 
         async def read(channel: grpc.aio.Channel) -> None:
             call = demand_pb2_grpc.DemandServiceStub(channel).WatchDemand(demand_pb2.WatchDemandRequest())

@@ -1,6 +1,6 @@
 """What every interface does with a request: admit it, prepare it, generate its answer.
 
-gRPC and REST translate to `Prompt` and `Given` and from `Output`; nothing else differs between them.
+gRPC and REST translate to `Prompt` and `GivenSampling` and from `Output`; nothing else differs between them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from router.limits.admission import Admission
 from router.preparing.preparation import Preparation
-from router.processes.shared_state import Part
+from router.processes.router_process import RouterProcess
 from router.running.decisions import Decision
 from router.running.embedding import Embedder
 from router.running.prefix_hints import PrefixHints
@@ -18,7 +18,7 @@ from router.serving.generation import Generation
 
 
 @dataclass(slots=True, frozen=True)
-class Front:
+class Gateway:
     """Shared by both interfaces of a router."""
 
     admission: Admission
@@ -27,14 +27,14 @@ class Front:
     routes: Routes
     embedder: Embedder
     prefix_hints: PrefixHints
-    part: Part
+    process: RouterProcess
     also_reasoning: bool = False  # see `RouterSettings`
 
     def not_ready(self) -> str:
         """Why the router takes no request now; empty if it does."""
-        return self.part.not_ready(self.admission.not_ready())
+        return self.process.not_ready(self.admission.not_ready())
 
     async def latest_decisions(self, limit: int, tenant: str | None) -> list[Decision]:
         """The newest first; with `tenant` only those of its requests."""
-        made = await self.part.ask(self.part.decisions.question, limit, tenant)
+        made = await self.process.ask(self.process.decisions.query, limit, tenant)
         return sorted(made, key=lambda decision: decision.time, reverse=True)[:limit]

@@ -1,4 +1,4 @@
-"""Questions to a router as a whole, which each of its processes answers for itself."""
+"""Queries to a router as a whole, which each of its processes answers for itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
-class Question(Generic[T]):
+class ProcessQuery(Generic[T]):
     name: str
     kind: type[T]  # of each thing that is told: a dataclass
     tell: Callable[[int, str | None], list[T]]  # a limit, and whose they have to be

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import DeadlineError, OverloadedError
 from router.limits.clients import ApiClient
-from router.limits.fair_queue import FairQueue
+from router.limits.request_queue import RequestQueue
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 class Runner:
     """Requests that end when they are told to."""
 
-    def __init__(self, queue: FairQueue) -> None:
+    def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
         self.order: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -58,7 +58,7 @@ async def settled() -> None:
 
 
 async def test_without_a_limit_nobody_waits() -> None:
-    runner = Runner(FairQueue(None))
+    runner = Runner(RequestQueue(None))
     for name in ("a1", "a2", "b1"):
         await runner.add(name)
     assert runner.order == ["a1", "a2", "b1"]
@@ -66,7 +66,7 @@ async def test_without_a_limit_nobody_waits() -> None:
 
 
 async def test_tenants_take_turns_whatever_their_backlog() -> None:
-    runner = Runner(FairQueue(1))
+    runner = Runner(RequestQueue(1))
     for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
         await runner.add(name)
     assert await runner.end_all() == ["a1", "b1", "a2", "b2", "a3", "a4"]
@@ -74,7 +74,7 @@ async def test_tenants_take_turns_whatever_their_backlog() -> None:
 
 
 async def test_large_requests_and_weights_count() -> None:
-    runner = Runner(FairQueue(1))
+    runner = Runner(RequestQueue(1))
     await runner.add("x1")
     for name in ("a1", "a2", "a3"):
         await runner.add(name, cost=300)
@@ -86,7 +86,7 @@ async def test_large_requests_and_weights_count() -> None:
 
 
 async def test_priority_goes_first() -> None:
-    runner = Runner(FairQueue(1))
+    runner = Runner(RequestQueue(1))
     await runner.add("a1")
     await runner.add("a2")
     await runner.add("b1", priority=1)
@@ -95,7 +95,7 @@ async def test_priority_goes_first() -> None:
 
 
 async def test_a_full_queue_takes_from_who_has_most() -> None:
-    runner = Runner(FairQueue(1, max_waiting=3))
+    runner = Runner(RequestQueue(1, max_waiting=3))
     for name in ("a1", "a2", "a3", "a4"):
         await runner.add(name)
     await runner.add("a5")
@@ -109,7 +109,7 @@ async def test_a_full_queue_takes_from_who_has_most() -> None:
 
 async def test_what_would_wait_too_long_is_refused_at_once() -> None:
     clock = Clock()
-    runner = Runner(FairQueue(1, max_wait_s=10, clock=clock))
+    runner = Runner(RequestQueue(1, max_wait_s=10, clock=clock))
     for name in ("a1", "a2", "a3", "a4", "a5"):
         await runner.add(name)
     for name in ("a1", "a2"):
@@ -125,7 +125,7 @@ async def test_what_would_wait_too_long_is_refused_at_once() -> None:
 
 
 async def test_who_goes_away_leaves_no_hole() -> None:
-    runner = Runner(FairQueue(1, max_wait_s=0.05))
+    runner = Runner(RequestQueue(1, max_wait_s=0.05))
     for name in ("a1", "a2", "b1", "c1"):
         await runner.add(name)
     runner.tasks["a2"].cancel()
@@ -148,7 +148,7 @@ async def test_who_goes_away_leaves_no_hole() -> None:
 
 
 async def test_a_full_queue_takes_nothing_from_who_is_about_to_leave() -> None:
-    runner = Runner(FairQueue(1, max_waiting=2))
+    runner = Runner(RequestQueue(1, max_waiting=2))
     for name in ("a1", "a2", "a3"):
         await runner.add(name)
     runner.tasks["a3"].cancel()  # it has not noticed yet when the next one comes
@@ -162,7 +162,7 @@ async def test_a_full_queue_takes_nothing_from_who_is_about_to_leave() -> None:
 
 async def test_requests_of_a_tenant_go_by_their_own_priority() -> None:
     clock = Clock()
-    runner = Runner(FairQueue(1, max_waiting=4, clock=clock))
+    runner = Runner(RequestQueue(1, max_waiting=4, clock=clock))
     await runner.add("a1")
     await runner.add("a2")
     await runner.add("a3", request_priority=-1)

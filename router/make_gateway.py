@@ -12,36 +12,36 @@ from router.limits.quotas import Quotas
 from router.policy.base import Policy
 from router.policy.registry import create_policy
 from router.preparing.preparation import Preparation
-from router.processes.shared_state import Part
+from router.processes.router_process import RouterProcess
 from router.running.dispatch import Dispatcher
 from router.running.embedding import Embedder
 from router.running.prefix_hints import PrefixHints
 from router.running.retries import DispatchLimits, Retries
 from router.running.routes import Routes
 from router.running.threads import TextThreads
-from router.serving.front import Front
+from router.serving.gateway import Gateway
 from router.serving.generation import Generation
 
 
-def make_front(
+def make_gateway(
     settings: RouterSettings,
     registry: Registry,
-    part: Part,
+    process: RouterProcess,
     quotas: Quotas,
     threads: TextThreads,
     grammar_threads: TextThreads,
     limits: DispatchLimits | None = None,
-) -> Front:
+) -> Gateway:
     """Raises `ConfigError` for a policy that there is not."""
-    gate = Gate(_gate_limits(settings), ledger=part.ledger)
+    gate = Gate(_gate_limits(settings), ledger=process.ledger)
     admission = Admission(
         registry,
-        part.demand,
+        process.demand,
         gate,
         worker_wait_s=settings.worker_wait,
         max_request_bytes=_bytes(settings.max_request_mb),
         quotas=quotas,
-        queue=part.queue,
+        queue=process.queue,
     )
     preparation = Preparation(
         request_timeout_s=settings.request_timeout,
@@ -52,15 +52,15 @@ def make_front(
         max_retain_s=settings.max_retain,
         generic_tools=settings.generic_tools,
     )
-    routes, retries = Routes(registry, policy_of(settings), part.decisions), Retries(registry, limits)
-    return Front(
+    routes, retries = Routes(registry, policy_of(settings), process.decisions), Retries(registry, limits)
+    return Gateway(
         admission,
         preparation,
         Generation(Dispatcher(registry, routes, retries), admission),
         routes,
         Embedder(registry, routes, retries, admission),
         PrefixHints(registry, routes, admission, threads),
-        part,
+        process,
         also_reasoning=settings.also_reasoning,
     )
 

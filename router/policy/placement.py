@@ -12,20 +12,20 @@ from router.policy.costs import IN_PLACE_MARGIN, MOVE_COST, TOKENS, Costs
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class Placement:
     in_place: bool
     reason: Callable[[], str]
     min_remote_tokens: int  # for the decode worker, which sees what is missing: it asks a prefill worker for no fewer
     is_final: bool = False  # no prefill worker can be of use
 
 
-def place_of(
+def placement_of(
     num_prompt_tokens: int,
     decode: Candidate,
     prefill: Candidate | None,
     min_remote_tokens: int = 0,
     costs: Costs = TOKENS,
-) -> Place:
+) -> Placement:
     """The prompt is computed remotely, unless that saves too little, or the prefill worker is so busy that it would
     take much longer.
 
@@ -33,11 +33,11 @@ def place_of(
     `min_remote_tokens`: see `common.prefill_place`; 0: as `costs` say. They are those of the candidates.
 
     What the router knows of a worker's blocks may be out of date. So a decode worker that is to compute in place still
-    asks for help if it turns out to lack much more than the router thought: `Place.min_remote_tokens`.
+    asks for help if it turns out to lack much more than the router thought: `Placement.min_remote_tokens`.
     """
     missing, block_size = decode.num_missing_tokens, decode.endpoint.block_size
     if prefill is None:
-        return Place(True, lambda: "there is no prefill worker for it", min_remote_tokens, is_final=True)
+        return Placement(True, lambda: "there is no prefill worker for it", min_remote_tokens, is_final=True)
     worker, cached = decode.endpoint, decode.num_cached_tokens
     min_remote_tokens = min_remote_tokens or costs.least_remote(worker, prefill.endpoint, cached)
     min_remote_tokens = (
@@ -45,7 +45,7 @@ def place_of(
     )
     if is_computed_in_place(missing, min_remote_tokens, block_size):
         is_short = is_computed_in_place(num_prompt_tokens, min_remote_tokens, block_size)
-        return Place(
+        return Placement(
             True,
             lambda: f"{missing} of {num_prompt_tokens} tokens are missing, which is too short for a prefill worker",
             min_remote_tokens,
@@ -60,5 +60,5 @@ def place_of(
         return f"{missing} tokens are missing; remote costs {words(remote)}, in place {words(in_place)}"
 
     if remote > in_place + margin:
-        return Place(True, reason, max(min_remote_tokens, missing + block_size))
-    return Place(False, reason, min_remote_tokens)
+        return Placement(True, reason, max(min_remote_tokens, missing + block_size))
+    return Placement(False, reason, min_remote_tokens)

@@ -1,6 +1,7 @@
-"""State that the processes of a router share. This version is for a single process, and shares nothing.
+"""One process of a router, with what all processes of the router share. This version is the only one of its router, and
+shares nothing.
 
-`router.processes.member` is the same for a router of several processes (`--processes`).
+`router.processes.member` is one of several (`--processes`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from prometheus_client import generate_latest
 from common.config import RouterSettings
 from common.process.tasks import VitalTasks
 from router.limits.demand import Demand
-from router.limits.fair_queue import FairQueue, Places
 from router.limits.ledger import Ledger, LocalLedger
-from router.processes.question import Question, T
+from router.limits.request_queue import Places, RequestQueue
+from router.processes.process_query import ProcessQuery, T
 from router.running.decisions import Decisions
 
 
-class Part:
-    """The state of a router with one process."""
+class RouterProcess:
+    """The one process of a router: where it listens, what its requests take of limits and queue, what was decided."""
 
     is_one_of_several = False
     is_replacement = False  # others serve already: this one should not be asked before it can answer
@@ -30,7 +31,7 @@ class Part:
         self.ledger: Ledger = LocalLedger()
         self.demand = Demand()
         self.decisions = Decisions()
-        self.queue: Places = FairQueue(
+        self.queue: Places = RequestQueue(
             settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
         )
 
@@ -49,9 +50,9 @@ class Part:
         """The metrics of the router, as text for Prometheus."""
         return generate_latest()
 
-    def answers(self, question: Question[T]) -> None:
-        """Has this process answer this question from now on."""
+    def answers(self, query: ProcessQuery[T]) -> None:
+        """Has this process answer this query from now on."""
 
-    async def ask(self, question: Question[T], limit: int = 0, tenant: str | None = None) -> list[T]:
+    async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None) -> list[T]:
         """The answers of all processes of the router."""
-        return question.tell(limit, tenant)
+        return query.tell(limit, tenant)
