@@ -40,7 +40,7 @@ from router.server import serve
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("bench/", "protos/baton/", "tests/", "tools/", ".venv/")
 MODEL = ("engine/attention/", "engine/kernels/", "engine/layers.py", "engine/models/", "engine/quantized/")
-REPEATS = 5
+REPEATS = 20
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

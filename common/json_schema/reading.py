@@ -146,7 +146,9 @@ class Reader:
                 parts.append(("allOf", [{"type": TYPES, "pattern": _PATTERNS[value]}], str(location / keyword)))
             elif (read_parts := _PARTS.get(keyword)) is not None:
                 some = parts if keyword in _NAMING else late
-                some += [(kind, part, str(location / keyword)) for kind, part in read_parts(self, schema, value, location)]
+                some += [
+                    (kind, part, str(location / keyword)) for kind, part in read_parts(self, schema, value, location)
+                ]
         self._unevaluated(schema, plain, location)
         if parts := parts + late:
             plain["parts"] = parts
@@ -158,7 +160,9 @@ class Reader:
         """Texts with some patterns, and without others."""
         found: list[Plain] = [{"type": TYPES, "pattern": pattern} for pattern in matching]
         for pattern in others:
-            found.append(any_of([{"type": TYPES - {"string"}}, _negated({"type": TYPES, "pattern": pattern}, location)]))
+            found.append(
+                any_of([{"type": TYPES - {"string"}}, _negated({"type": TYPES, "pattern": pattern}, location)])
+            )
         return found
 
     def _types(self, schema: dict[str, Any], location: Location) -> frozenset[str]:
@@ -200,7 +204,9 @@ class Reader:
         before = plain.get("enum")
         plain["enum"] = values if before is None else [one for one in before if any(is_same(one, v) for v in values)]
 
-    def _bound(self, schema: dict[str, Any], value: Any, location: Location, plain: dict[str, Any], keyword: str) -> None:
+    def _bound(
+        self, schema: dict[str, Any], value: Any, location: Location, plain: dict[str, Any], keyword: str
+    ) -> None:
         exclusive = "exclusive" + keyword[0].upper() + keyword[1:]
         is_exclusive = schema.get(exclusive) is True  # as draft 4 has it
         bound = numbers.number(value, keyword, str(location))

@@ -69,7 +69,7 @@ class WorkerWatch:
             self._set_state(worker, WorkerState.UNREACHABLE, problem)
             await asyncio.sleep(RETRY_S)
 
-    async def _ask(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    async def _ask(self, worker: WorkerRecord, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Raises `UnavailableError` if the answer cannot be."""
         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True)
         if false := false_info(info):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 
 from prometheus_client import Counter
 
@@ -25,8 +26,7 @@ from common.errors import BatonError, UnavailableError
 from common.grpc.options import DEADLINE_SLACK_S
 from router.fleet.registry import Registry
 from router.fleet.served_model import ServedModel
-from router.limits.charges import Charge, Charged
-from router.limits.clients import NOBODY, ApiClient
+from router.limits.clients import NOBODY, ApiClient, Charge
 from router.limits.demand import Demand
 from router.limits.gate import Gate
 from router.limits.quotas import Quotas
@@ -168,7 +168,7 @@ class Admission:
         Raises `OverloadedError` if the client's limits do not allow it now, `InvalidArgumentError` if they never do.
         """
         num_places = num_answers if num_places is None else num_places
-        return Charged(self.gate, self._quotas, self.demand, client, charges, num_answers, num_places, field)
+        return _Charged(self.gate, self._quotas, self.demand, client, charges, num_answers, num_places, field)
 
     def turn(
         self, client: ApiClient, cost: float, deadline: float, *, priority: int = 0, places: int = 1
@@ -236,6 +236,54 @@ class _Running:
         elif isinstance(error, Exception):
             self._ending.outcome = "internal"
         self._admission.ended(self._interface, self._ending.outcome)
+
+
+class _Charged:
+    """See `Admission.charged`. A generator would cost each request more."""
+
+    __slots__ = ("_charges", "_client", "_demand", "_field", "_gate", "_num_answers", "_num_places", "_quotas", "_undo")
+
+    def __init__(
+        self,
+        gate: Gate,
+        quotas: Quotas,
+        demand: Demand,
+        client: ApiClient,
+        charges: Sequence[Charge],
+        num_answers: int,
+        num_places: int,
+        field: str,
+    ) -> None:
+        self._gate = gate
+        self._quotas = quotas
+        self._demand = demand
+        self._client = client
+        self._charges = charges
+        self._num_answers = num_answers
+        self._num_places = num_places
+        self._field = field
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        key, tenant, quotas, num_answers = self._client.name, self._client.tenant, self._quotas, self._num_answers
+        num_tokens = sum([one.num_tokens for one in self._charges])
+        with contextlib.ExitStack() as undo:
+            if self._num_places > 1:
+                undo.enter_context(self._gate.requests(key, self._num_places - 1))
+            undo.enter_context(quotas.streams(key, tenant, num_answers, self._field))
+            quotas.prompt(key, tenant, num_tokens)
+            if num_answers > 1:
+                quotas.more_requests(key, tenant, num_answers - 1)
+            self._undo = undo.pop_all()
+        if num_answers:
+            self._demand.prompt(num_tokens)  # before they get a place: autoscalers make places of it
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._undo:
+            num_left = sum([one.num_tokens for one in self._charges if not one.worker_was_asked])
+            self._quotas.give_back(self._client.name, self._client.tenant, num_left)
 
 
 @functools.cache

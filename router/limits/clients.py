@@ -1,4 +1,4 @@
-"""Whose request it is."""
+"""Whose request it is, and what is charged to them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class ApiClient:
 
 NOBODY = ApiClient("")
 """Whose requests are those that need no key."""
+
+
+@dataclass(slots=True)
+class Charge:
+    """Prompt tokens that were charged to the client's limits. They are given back if no worker is asked for them."""
+
+    num_tokens: int = 0
+    worker_was_asked: bool = False
 
 
 @dataclass(slots=True, frozen=True)

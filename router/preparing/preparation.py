@@ -26,8 +26,7 @@ from common.validation import (
 )
 from protos.baton.v1 import embed_pb2
 from router.fleet.served_model import ServedModel
-from router.limits.charges import Charge
-from router.limits.clients import NOBODY, ApiClient, CallHints
+from router.limits.clients import NOBODY, ApiClient, CallHints, Charge
 from router.preparing.answer_budget import AnswerBudget
 from router.preparing.bad_words import bad_words_ids
 from router.preparing.guided import Grammars

@@ -23,8 +23,7 @@ from router.fleet.decode_stream import DecodeStreams
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import RoutingDecision
-from router.running.decode_events import DecodeEvents, FalseEventError
-from router.running.prefill_blame import PrefillBlame
+from router.running.decode_events import DecodeEvents, FalseEventError, PrefillBlame
 from router.running.prefill_times import LikePrompts, PrefillTimes
 from router.running.request import GenerationRequest, NewTokens, Progress
 from router.running.retries import NO_FAULTS, WorkerLostError, failure_of

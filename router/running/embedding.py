@@ -22,8 +22,7 @@ from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.fleet.served_model import ServedModel
 from router.limits.admission import Admission
-from router.limits.charges import Charge
-from router.limits.clients import NOBODY, ApiClient
+from router.limits.clients import NOBODY, ApiClient, Charge
 from router.policy.base import RoutingRequest
 from router.running.request import Prompt
 from router.running.retries import NO_FAULTS, Retries, WorkerLostError, failure_of

@@ -15,8 +15,7 @@ from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from protos.messages import message_of
 from router.fleet.served_model import ServedModel
-from router.limits.charges import Charge
-from router.limits.clients import NOBODY, ApiClient
+from router.limits.clients import NOBODY, ApiClient, Charge
 from text.answer_form import AnswerForm
 from text.answer_parts import Part, Reading, ToolCallDelta
 from text.conversation import Tools

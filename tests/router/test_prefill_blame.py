@@ -7,7 +7,7 @@ import pytest
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, types_pb2
 from router.fleet.endpoint import Endpoint
-from router.running.prefill_blame import PrefillBlame
+from router.running.decode_events import PrefillBlame
 
 PREFILL = [Endpoint(worker_id=name, role=WorkerRole.PREFILL, address=name) for name in "ABCD"]
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.version import VERSION
 from router.api.rest import openapi
 from router.api.rest.http import errors
 from router.api.rest.http.auth import OPEN_PATHS
-from router.api.rest.http.direct import DirectApp, Endpoint
 from router.api.rest.http.errors import as_baton, error_response
 from router.api.rest.information import DEFAULT_DECISIONS, InformationHandlers
 from router.api.rest.openai.body_types import Body
@@ -25,6 +26,8 @@ from router.api.rest.openai.sampling_fields import schemas
 from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
 from router.running.decisions import MAX_DECISIONS
 from router.serving.gateway import Gateway
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
 
@@ -123,3 +126,35 @@ def _guarded(handler: Endpoint) -> Endpoint:
             return error_response(as_baton(error), getattr(request.state, "request_id", ""))
 
     return guarded
+
+
+class DirectApp:
+    """The way of the requests that models answer: straight to their handlers. Routing, exception handlers and
+    dependency injection are a dozen calls around each request, and around each piece of an answer that is sent. These
+    handlers need none of it: a path is looked up in a table, and failures are answers already.
+
+    An ASGI application that takes POST requests to the paths of `handlers`, and leaves all else to `app`. `handlers`
+    answer failures, too: they raise nothing.
+
+    `app` is asked GET where a client asks HEAD: the connection leaves the answer's body out. It is told of `root_path`,
+    which redirects have to begin with."""
+
+    def __init__(self, app: ASGIApp, handlers: Mapping[str, Endpoint], root_path: str = "") -> None:
+        self._app = app
+        self._handlers = handlers
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        handler = self._handlers.get(scope["path"]) if is_post else None
+        if handler is None:
+            await self._app(self._for_app(scope), receive, send)
+            return
+        response = await handler(Request(scope, receive))
+        await response(scope, receive, send)
+
+    def _for_app(self, scope: Scope) -> Scope:
+        if scope["type"] != "http" or (scope["method"] != "HEAD" and not self._root_path):
+            return scope
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        return {**scope, "method": method, "root_path": self._root_path, "path": self._root_path + scope["path"]}

@@ -30,6 +30,47 @@ class RetainBody(Body, kw_only=True):
         return Retain(self.seconds, self.num_tokens or 0)
 
 
+class AnswerBody(Body, kw_only=True):
+    """What all bodies that ask for an answer have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+    # Baton's own, by the names that they have in gRPC.
+    cache_salt: str | None = None
+    retain: RetainBody | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+    # OpenAI's. Each names a session, whose requests should go to one worker.
+    prompt_cache_key: GivenRaw = UNSET
+    user: GivenRaw = UNSET
+
+    # OpenAI's, for its own records, its store of answers and its tiers of service.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_retention: GivenRaw = UNSET
+    prompt_cache_options: GivenRaw = UNSET
+
+    def session(self) -> str:
+        """The session that the body names; empty if it names none."""
+        for name in ("prompt_cache_key", "user"):
+            given = getattr(self, name)
+            if asks(given):
+                try:
+                    return msgspec.json.decode(given, type=str)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise InvalidArgumentError(name, "must be a string") from error
+        return ""
+
+    def check_service_tier(self) -> None:
+        given = self.service_tier
+        if given not in (None, "auto", "default"):
+            raise InvalidArgumentError("service_tier", f'must be "auto" or "default", not {given!r}: there is one tier')
+
+
 def asks(value: object) -> bool:
     """Whether a value asks for something. Null, false, zero and what is empty do not."""
     if isinstance(value, Raw):
@@ -62,23 +103,6 @@ def is_given(value: GivenRaw) -> bool:
 def is_list(value: GivenRaw) -> bool:
     """Whether a value that is there is a list."""
     return not is_given(value) or bytes(cast("Raw", value)).lstrip().startswith(b"[")
-
-
-def check_service_tier(given: str | None) -> None:
-    if given not in (None, "auto", "default"):
-        raise InvalidArgumentError("service_tier", f'must be "auto" or "default", not {given!r}: there is one tier')
-
-
-def session_of(body: Body) -> str:
-    """The session that a body names by OpenAI's fields for it; empty if it names none."""
-    for name in ("prompt_cache_key", "user"):
-        given = getattr(body, name)
-        if asks(given):
-            try:
-                return msgspec.json.decode(given, type=str)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise InvalidArgumentError(name, "must be a string") from error
-    return ""
 
 
 def several(given: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:

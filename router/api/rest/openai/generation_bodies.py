@@ -11,30 +11,25 @@ from msgspec import UNSET, Raw
 
 from common.choices import Choices
 from common.errors import InvalidArgumentError
-from common.sampling import parameters
 from common.validation import ModelLimits
 from router.api.rest.openai.body_types import (
     Body,
     GivenRaw,
-    RetainBody,
     asks,
-    check_service_tier,
     is_given,
     refuse_if_asked,
     refuse_unless,
-    session_of,
     several,
 )
 from router.api.rest.openai.chat_messages import ChatMessage, conversation_of
 from router.api.rest.openai.guided import GuidedFields
-from router.api.rest.openai.sampling_fields import ALIASES, ALIASES_OF, with_sampling
+from router.api.rest.openai.sampling_fields import ALIASES, ALIASES_OF, parameters_in, with_sampling
 from router.api.rest.openai.tools import FunctionTool, NamedTool, chat_tools
 from router.preparing.preparation import ONE_ANSWER
 from text.conversation import Conversation, check_effort
 
 MAX_CHOICES = 128
 
-_PARAMETERS = [(name, parameter.is_texts) for name, parameter in parameters().items()]
 _RENAMED = {"guided", "logprobs", "prompt_logprobs", *(name for name, _ in ALIASES)}  # by some clients
 _ONE_ANSWER_ASKED = (None, None, None, None)
 
@@ -48,34 +43,16 @@ class StreamOptions(Body, kw_only=True):
 class GenerationBody(GuidedFields, kw_only=True):
     """What chat and text completion have in common, beside the sampling parameters (`with_sampling`)."""
 
-    model: str | None = None
     n: int | None = None
     use_beam_search: bool | None = None  # this and its options as vLLM's clients ask for them; n is the width
     length_penalty: float | None = None
     early_stopping: bool | None = None
     prompt_logprobs: int | None = None  # as vLLM's clients ask for them
     return_token_ids: bool | None = None  # of the prompt and of the answer, as vLLM's clients ask for them
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Baton's own, by the names that they have in gRPC.
-    cache_salt: str | None = None
-    retain: RetainBody | None = None
-    priority: int | None = None
-    request_id: str | None = None
+    # Baton's own.
     add_special_tokens: bool | None = None
-
-    # OpenAI's. Each names a session, whose requests should go to one worker.
-    prompt_cache_key: GivenRaw = UNSET
-    user: GivenRaw = UNSET
-
-    # OpenAI's, for its own records, its store of answers and its tiers of service.
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_retention: GivenRaw = UNSET
-    prompt_cache_options: GivenRaw = UNSET
 
     # vLLM's. Its clients write out what these are if nothing is said of them.
     skip_special_tokens: bool | None = None
@@ -101,7 +78,7 @@ class GenerationBody(GuidedFields, kw_only=True):
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
         if self.store:
             raise InvalidArgumentError("store", "is not supported: nothing is stored")
-        check_service_tier(self.service_tier)
+        self.check_service_tier()
         refuse_if_asked(self, (*self.unsupported, *self.of_vllm))
         if self.skip_special_tokens is False:
             raise InvalidArgumentError("skip_special_tokens", "only true is supported: special tokens have no text")
@@ -117,10 +94,6 @@ class GenerationBody(GuidedFields, kw_only=True):
             if None not in values and values[0] != values[1]:
                 raise InvalidArgumentError(alias, f"differs from {name}, another name of it")
         self.guided_text  # noqa: B018 - raises if it is wrong
-
-    def session(self) -> str:
-        """The session that the body names; empty if it names none."""
-        return session_of(self)
 
     @property
     def choices(self) -> Choices:
@@ -150,11 +123,7 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that the client set."""
-        given = {}
-        for name, is_texts in _PARAMETERS:
-            value = getattr(self, self.field_name(name) if name in _RENAMED else name)
-            if value is not None:
-                given[name] = (value,) if is_texts and isinstance(value, str) else value
+        given = parameters_in(self, self.field_name, _RENAMED)
         given.pop("guided", None)
         guided = self.guided_text
         return given if guided is None else {**given, "guided": guided[1]}

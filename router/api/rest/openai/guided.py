@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
 from common.guided import MAX_GRAMMAR_CHARS, Guided, json_text
-from router.api.rest.openai.body_types import Body, GivenRaw, is_given
+from router.api.rest.openai.body_types import AnswerBody, Body, GivenRaw, is_given
 
 MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_CHARS  # as the client wrote it, with its white space
 
@@ -52,8 +52,8 @@ class ResponseFormat(Body, kw_only=True):
     triggers: GivenRaw = UNSET
 
 
-class GuidedFields(Body, kw_only=True, dict=True):
-    """Fields of all bodies that ask for text."""
+class GuidedFields(AnswerBody, kw_only=True, dict=True):
+    """Says in which form the answer has to be."""
 
     response_format: ResponseFormat | None = None
     guided: GuidedBody | None = None

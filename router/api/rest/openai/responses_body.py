@@ -10,21 +10,18 @@ from msgspec import UNSET
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.guided import Guided
-from common.sampling import parameters
 from common.validation import ModelLimits, check_messages
 from router.api.rest.openai.body_types import (
+    AnswerBody,
     Body,
     GivenRaw,
-    RetainBody,
-    check_service_tier,
     is_given,
     refuse_if_asked,
     refuse_unless,
-    session_of,
 )
 from router.api.rest.openai.guided import schema_text
 from router.api.rest.openai.responses_input import InputItem, num_parts, turns_of
-from router.api.rest.openai.sampling_fields import with_sampling
+from router.api.rest.openai.sampling_fields import parameters_in, with_sampling
 from router.api.rest.openai.tools import JsonObject, allowed_mode
 from text.conversation import (
     Conversation,
@@ -101,32 +98,24 @@ class Reasoning(Body, kw_only=True):
 
 
 @with_sampling
-class ResponsesBody(Body, kw_only=True, dict=True):
+class ResponsesBody(AnswerBody, kw_only=True, dict=True):
     input: str | list[InputItem]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    stream: bool | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: str | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     truncation: str | None = None  # nothing is cut: input that does not fit is refused
     reasoning: Reasoning | None = None
-    metadata: dict[str, str] | None = None
     stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
 
     # Not OpenAI's.
-    cache_salt: str | None = None
-    retain: RetainBody | None = None
-    priority: int | None = None
-    request_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Of what is stored.
-    store: bool | None = None
+    # Of what is stored, as `store`.
     previous_response_id: GivenRaw = UNSET
     conversation: GivenRaw = UNSET
     prompt: GivenRaw = UNSET
@@ -136,14 +125,6 @@ class ResponsesBody(Body, kw_only=True, dict=True):
     max_tool_calls: GivenRaw = UNSET
     moderation: GivenRaw = UNSET
 
-    # OpenAI's, as in chat.
-    user: GivenRaw = UNSET
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: GivenRaw = UNSET
-    prompt_cache_retention: GivenRaw = UNSET
-    prompt_cache_options: GivenRaw = UNSET
-
     choices: ClassVar[Choices] = Choices()
     unsupported: ClassVar[tuple[str, ...]] = ("context_management", "max_tool_calls", "moderation")
     stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
@@ -152,7 +133,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
         refuse_if_asked(self, self.stored, "is not supported: nothing is stored; send the whole conversation")
         refuse_if_asked(self, self.unsupported)
-        check_service_tier(self.service_tier)
+        self.check_service_tier()
         for index, one in enumerate(self.include or ()):
             if one not in INCLUDED:
                 raise InvalidArgumentError(f"include[{index}]", f"must be one of {', '.join(INCLUDED)}, not {one!r}")
@@ -182,10 +163,6 @@ class ResponsesBody(Body, kw_only=True, dict=True):
     def wants_kept_reasoning(self) -> bool:
         return KEPT_REASONING in (self.include or ())
 
-    def session(self) -> str:
-        """The session that the body names; empty if it names none."""
-        return session_of(self)
-
     @cached_property
     def guided_text(self) -> Guided | None:
         """The form that the answer has; None for any text. It is read once: a schema may be long."""
@@ -207,9 +184,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that the client set."""
-        given = {name: value for name in parameters() if (value := getattr(self, name)) is not None}
-        if isinstance(given.get("stop"), str):
-            given["stop"] = (given["stop"],)
+        given = parameters_in(self)
         if self.max_output_tokens is not None:
             given["max_tokens"] = self.max_output_tokens
         if (guided := self.guided_text) is not None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from common.sampling import Parameter, json_schemas, parameters
+from common.sampling import FieldName, Parameter, json_schemas, parameters
 from router.api.rest.openai.body_types import Body
 
 BodyT = TypeVar("BodyT", bound=Body)
 JsonSchema = dict[str, Any]
 
+_PARAMETERS = [(name, parameter.is_texts) for name, parameter in parameters().items()]
 ALIASES_OF = {name: parameter.rest_aliases for name, parameter in parameters().items()}
 ALIASES = [(name, alias) for name, parameter in parameters().items() for alias in parameter.rest_aliases]
 
@@ -27,6 +29,17 @@ def with_sampling(body: type[BodyT]) -> type[BodyT]:
         body.__name__, fields, bases=(body,), module=body.__module__, kw_only=True, forbid_unknown_fields=True
     )
     return cast("type[BodyT]", made)
+
+
+def parameters_in(body: Body, field_name: FieldName = str, renamed: Collection[str] = frozenset()) -> dict[str, object]:
+    """The sampling parameters that the client set in `body`. `field_name`: the field that has the value of one that is
+    among the `renamed`."""
+    given = {}
+    for name, is_texts in _PARAMETERS:
+        value = getattr(body, field_name(name) if name in renamed else name)
+        if value is not None:
+            given[name] = (value,) if is_texts and isinstance(value, str) else value
+    return given
 
 
 @functools.cache
