@@ -1,41 +1,18 @@
 // Attention over Baton's blocks where they lie: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 //
 // A query's result is computed over tiles of TILE tokens from the first token that it sees, so it does not depend on
-// other sequences. One token of a sequence is split over stretches of SPLIT tokens, always, whoever else is there.
+// other sequences; that of a prompt in bfloat16 over spans of tiles, if there are such (attention_tiles.h). One token of a
+// sequence is split over stretches of SPLIT tokens, always, whoever else is there.
 // Slots behind a sequence's last token are never read: zeros stand in for them.
 #pragma once
 
-#include <cmath>
-#include <vector>
-
-#include "matmul.h"
+#include "attention_tiles.h"
 
 namespace {
 
-constexpr int TILE = 64;     // tokens of the context at a time
 constexpr int SPLIT = 512;   // tokens of the context that one task of a single token sees
 constexpr int QUERIES = 48;  // rows (queries times heads that share K and V) of a task with several tokens
 constexpr int FEW_ROWS = 8;  // up to here K is read as it lies; with more rows it pays to transpose it
-constexpr int MAX_HEAD_DIM = 512;
-
-alignas(64) const float ZEROS[MAX_HEAD_DIM] = {};
-
-struct AttentionShape {
-    int32_t num_heads, num_kv_heads, head_dim, block_size;
-    int64_t block_stride, layer_stride;  // elements of the cache
-    float scale, soft_cap;               // soft_cap 0: none
-    int32_t window, is_bf16;             // tokens that a query sees, itself included, 0: all; type of the cache
-    void* cache;
-    const float* sinks;  // of a layer: for each head a score in the sum of weights that has no V; null: none
-};
-
-struct Batch {  // of sequences, in the order of their tokens
-    int32_t num_sequences, num_tokens;
-    const int32_t* num_before;    // tokens whose K and V are in the cache
-    const int32_t* num_new;       // tokens of this step
-    const int32_t* table_starts;  // where each sequence's block ids begin in `tables`
-    const int32_t* tables;
-};
 
 template <class T>
 inline Floats load_some(const T* from, int count) {
@@ -95,51 +72,6 @@ struct Workspace {
         values = keys + TILE * width;
         most = values + TILE * width;
         total = most + rows;
-    }
-};
-
-// Where K and V of the tokens of a tile lie.
-template <class T>
-struct Rows {
-    const T *keys[TILE], *values[TILE];
-
-    // Processors do not see ahead from block to block. Bytes `first` to `stop` of a row:
-    static void fetch(const T* row, int64_t first, int64_t stop) {
-        for (int64_t byte = first; byte < stop; byte += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
-    }
-    void fetch_keys(int from, int to, int head_dim) const {
-        for (int i = from; i < to; i++) fetch(keys[i], 0, int64_t(sizeof(T)) * head_dim);
-    }
-    void fetch_values(int from, int to, int head_dim) const {
-        for (int i = from; i < to; i++) fetch(values[i], 0, int64_t(sizeof(T)) * head_dim);
-    }
-};
-
-template <class T>
-struct Context {
-    const AttentionShape& shape;
-    const T* plane;  // of the layer and KV head, in block 0
-    const int32_t* table;
-
-    // Rows of tokens start, start + 1, ...; zeros before `first`, whose blocks may belong to others by now, and from
-    // `stop` on.
-    void rows(int start, int first, int stop, Rows<T>& to) const {
-        const int64_t values_offset = int64_t(shape.num_kv_heads) * shape.block_size * shape.head_dim;
-        const T* zeros = reinterpret_cast<const T*>(ZEROS);
-        int i = 0;
-        for (; i < TILE && start + i < first; i++) to.keys[i] = to.values[i] = zeros;
-        const int end = std::min(TILE, stop - start);
-        while (i < end) {
-            const int block = (start + i) / shape.block_size, slot = (start + i) % shape.block_size;
-            const int after = std::min(end, i + shape.block_size - slot);
-            const T* key = plane + table[block] * shape.block_stride + int64_t(slot) * shape.head_dim;
-            for (; i < after; i++, key += shape.head_dim) {
-                to.keys[i] = key;
-                to.values[i] = key + values_offset;
-            }
-        }
-        for (; i < TILE; i++) to.keys[i] = to.values[i] = zeros;
     }
 };
 
@@ -317,20 +249,6 @@ void weigh_for_many(const Workspace& w, int rows, int head_dim, const T* const* 
 
 #if BATON_BF16_PAIRS
 
-// 2 * LANES bfloat16, zeros from `count` on, as words.
-inline Words load_pairs(const bf16* from, int count) {
-    if (count >= 2 * LANES) return load_as<Words>(from);
-    bf16 values[2 * LANES] = {};
-    if (count > 0) std::memcpy(values, from, sizeof(bf16) * count);
-    return load_as<Words>(values);
-}
-
-inline Words zero_extended(const bf16* from, int count) {
-    bf16 values[LANES] = {};
-    if (count < LANES) from = static_cast<bf16*>(std::memcpy(values, from, sizeof(bf16) * count));
-    return __builtin_convertvector(load_as<Halves>(from), Words);
-}
-
 // Each row of `columns` floats (a multiple of LANES) becomes bfloat16 where it stands: `2 * stride` of them apart.
 inline const bf16* round_rows(float* values, int rows, int64_t stride, int64_t columns) {
     for (int r = 0; r < rows; r++)
@@ -493,46 +411,28 @@ struct Attending {
     }
 };
 
-struct AttentionTask {
-    int32_t sequence, first_row, head, query, num_queries, start, stop;
-    int32_t part;  // where its sums go if there are others of the same queries, else -1
-};
-
-// Q as it comes and the result as it is wanted: rows of heads, `stride` elements apart.
-struct Heads {
-    void* data;
-    int64_t stride;
-    bool is_bf16;
-};
-
-inline void emit(const Heads& out, int64_t row, int64_t column, const float* values, float factor, int count) {
-    const int64_t first = row * out.stride + column;
-    if (out.is_bf16)
-        for (int i = 0; i < count; i++) narrow(static_cast<bf16*>(out.data) + first + i, values[i] * factor);
-    else
-        for (int i = 0; i < count; i++) static_cast<float*>(out.data)[first + i] = values[i] * factor;
-}
-
-// What the sums of a head are multiplied with: `total` weights, relative to the largest score.
-inline float share(const AttentionShape& shape, int head, float most, float total) {
-    return 1.0f / (shape.sinks ? total + std::exp(shape.sinks[head] - most) : total);
-}
-
 template <class T>
 void attention(Team& team, const AttentionShape& shape, const Batch& batch, int layer, const Heads& q, const Heads& out) {
     const int group = shape.num_heads / shape.num_kv_heads, dim = shape.head_dim;
     const int64_t width = round_up(dim, PANEL), part_floats = group * (width + 2);
     const int queries = std::max(1, QUERIES / group);
-    std::vector<AttentionTask> tasks, merges;
+    // With tiles, all rows of a sequence are computed alike, however many its last task has.
+    auto is_tiled = [&](int count) { return HAS_TILES && std::is_same<T, bf16>::value && count > 1 && count * group > FEW_ROWS; };
+    std::vector<AttentionTask> tiled, tasks, merges;
+    int64_t tiled_rows = 0;
+    for (int s = 0; s < batch.num_sequences; s++)
+        if (is_tiled(batch.num_new[s])) tiled_rows += batch.num_new[s] * shape.num_heads;
+    const int tiled_each = tiled_queries(tiled_rows, group, team.num_threads());
     int parts = 0;
     for (int s = 0, row = 0; s < batch.num_sequences; row += batch.num_new[s], s++)
         for (int head = 0; head < shape.num_kv_heads; head++) {
             const int before = batch.num_before[s], count = batch.num_new[s];
             if (count < 1) continue;
             if (count > 1) {
-                for (int i = 0; i < count; i += queries) {
-                    const int number = std::min(queries, count - i);
-                    tasks.push_back({s, row, head, i, number, 0, before + i + number, -1});
+                const int most = is_tiled(count) ? tiled_each : queries;
+                for (int i = 0; i < count; i += most) {
+                    const int number = std::min(most, count - i);
+                    (is_tiled(count) ? tiled : tasks).push_back({s, row, head, i, number, 0, before + i + number, -1});
                 }
                 continue;
             }
@@ -556,7 +456,16 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
     };
     auto start_of = [&](const AttentionTask& task) { return std::max(task.start, seen_from(task) / TILE * TILE); };
     auto* partial = static_cast<float*>(team.buffer(7, sizeof(float) * (parts * part_floats + 1)));
-    team.run(int(tasks.size()), [&](int index, int thread) {
+    auto cost = [&](const AttentionTask& task) { return int64_t(task.num_queries) * (task.stop - seen_from(task)); };
+    std::stable_sort(tiled.begin(), tiled.end(), [&](auto& a, auto& b) { return cost(a) > cost(b); });
+    team.run(int(tiled.size() + tasks.size()), [&](int index, int thread) {
+        if (index < int(tiled.size())) {
+            const AttentionTask& task = tiled[index];
+            if constexpr (HAS_TILES && std::is_same<T, bf16>::value)
+                attend_in_tiles(team, thread, context_of(task), task, position_of(task), seen_from(task), q, out);
+            return;
+        }
+        index -= int(tiled.size());
         // The longest first, which come last in a prompt.
         const AttentionTask& task = tasks[tasks.size() - 1 - index];
         const int rows = task.num_queries * group;
@@ -608,24 +517,6 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
             emit(out, merge.first_row, q_head * dim, sums, share(shape, q_head, most, total), dim);
         }
     });
-}
-
-// Where the K of one token's KV head 0 goes in layer 0.
-inline int64_t slot(const AttentionShape& shape, const Batch& batch, int sequence, int position) {
-    const int64_t block = batch.tables[batch.table_starts[sequence] + position / shape.block_size];
-    return block * shape.block_stride + int64_t(position % shape.block_size) * shape.head_dim;
-}
-
-// Calls `token(row, sequence, position)` for each new token.
-template <class Token>
-void for_tokens(Team& team, const Batch& batch, int64_t bytes_per_token, const Token& token) {
-    std::vector<int32_t> sequences(batch.num_tokens), positions(batch.num_tokens);
-    for (int s = 0, row = 0; s < batch.num_sequences; s++)
-        for (int i = 0; i < batch.num_new[s]; i++, row++) {
-            sequences[row] = s;
-            positions[row] = batch.num_before[s] + i;
-        }
-    for_rows(team, batch.num_tokens, bytes_per_token, [&](int64_t row) { token(row, sequences[row], positions[row]); });
 }
 
 }  // namespace

@@ -462,6 +462,7 @@ int main() {
             for (int block_size : {3, 16}) {
                 layers<float>(team, 6, 2, dim, block_size, 0, 0);
                 layers<bf16>(team, 9, 1, dim, block_size, 0, 0);
+                layers<bf16>(team, 6, 2, dim, block_size, 30, 2.0f);
                 layers<float>(team, 4, 4, dim, block_size, 30, 2.0f);
             }
         baton_team_end(team);

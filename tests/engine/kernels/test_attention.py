@@ -12,7 +12,7 @@ from common.types import KVCacheSpec
 from engine.attention.base import AttentionShape
 from engine.attention.native import NativeBackend
 from engine.step import StepRow
-from tests.engine.kernels.variants import best_and_slow_other_variants, each_variant, kernels
+from tests.engine.kernels.variants import VARIANTS, best_and_slow_other_variants, each_variant, kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -67,6 +67,12 @@ class Case:
 
     def step(self, sizes: dict[int, int], *, layer: int = 1) -> torch.Tensor:
         """One layer of a step with so many new tokens of each sequence, compared; returns the result."""
+        num_tokens, heads = sum(sizes.values()), self.num_heads + 2 * self.num_kv_heads
+        qkv = (torch.randn(num_tokens, heads, self.head_dim, generator=self.generator) * 2).to(self.dtype)
+        return self.attend(sizes, qkv, layer=layer)
+
+    def attend(self, sizes: dict[int, int], qkv: torch.Tensor, *, layer: int = 1) -> torch.Tensor:
+        """The same with `qkv` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`."""
         inputs = []
         for name, size in sizes.items():
             blocks = self.blocks.setdefault(name, [])
@@ -74,8 +80,6 @@ class Case:
             while len(blocks) * self.block_size < before + size:
                 blocks.append(self.free.pop())
             inputs.append(StepRow(token_ids=[0] * size, num_computed_tokens=before, block_ids=blocks))
-        num_tokens, heads = sum(sizes.values()), self.num_heads + 2 * self.num_kv_heads
-        qkv = (torch.randn(num_tokens, heads, self.head_dim, generator=self.generator) * 2).to(self.dtype)
         q, kv = qkv[:, : self.num_heads], qkv[:, self.num_heads :].unflatten(1, (2, self.num_kv_heads))
         result = self.backend.prepare(inputs).forward(layer, q, kv)
         start = 0
@@ -105,7 +109,7 @@ class Case:
 
 @each_variant
 @each_dtype
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 96, 128, 256, 512])
 def test_head_sizes(variant: str, head_dim: int, dtype: torch.dtype) -> None:
     case = Case(variant, head_dim=head_dim, dtype=dtype)
     for sizes in ({0: 37, 1: 1, 2: 90}, {0: 1, 1: 1, 2: 1}, {2: 1, 1: 30, 0: 2}, {0: 1, 2: 5}):
@@ -182,6 +186,32 @@ def test_a_sequence_does_not_depend_on_its_company(variant: str, dtype: torch.dt
         results.append(case.step({0: 1, **company})[0])
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@each_variant
+@each_dtype
+def test_a_prompt_does_not_depend_on_its_company(variant: str, dtype: torch.dtype) -> None:
+    """Nor on the number of threads, by which its work is cut: bits again."""
+    results = []
+    for company, num_threads in (({}, 1), ({1: 1, 2: 300}, 1), ({1: 90, 2: 1}, 3)):
+        case = Case(variant, dtype=dtype, window=150, num_threads=num_threads, num_blocks=100)
+        case.step({0: 40})
+        case.generator.manual_seed(5)
+        results.append(case.step({0: 250, **company})[:250])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.skipif("amx" not in VARIANTS, reason="needs AMX")
+@pytest.mark.parametrize("chunk", [4, 7, 64, 200])
+def test_in_tiles_a_prompt_does_not_depend_on_its_chunks(chunk: int) -> None:
+    """As long as each has more rows than are computed without tiles."""
+    whole = Case("amx", dtype=torch.bfloat16, window=100)
+    qkv = torch.randn(280, 10, 64, generator=whole.generator).bfloat16()
+    expected = whole.attend({0: 280}, qkv)
+    parts = Case("amx", dtype=torch.bfloat16, window=100)
+    results = [parts.attend({0: len(rows)}, rows) for rows in qkv.split(chunk)]
+    assert torch.equal(torch.cat(results), expected)
 
 
 @each_variant
