@@ -12,6 +12,7 @@ from engine.kernels.library import Activation
 from engine.layers import RotaryEmbedding
 from engine.models.description import DecoderConfig
 from engine.models.experts import Experts
+from engine.models.grouped_product import has_grouped_mm
 from engine.models.layer import DecoderLayer
 
 _HEAD_DIMS = (64, 128, 256)  # powers of two that attention has kernels for
@@ -74,4 +75,12 @@ class FusedDecoder:
         if not self._expert_kernels.takes(gate_up, down):
             return experts(x)
         per_token, normalises = experts.config.per_token, experts.config.normalises
-        return self._expert_kernels.experts(x, experts.router(x), gate_up, down, per_token, normalises=normalises)
+        return self._expert_kernels.experts(
+            x,
+            experts.router(x),
+            gate_up,
+            down,
+            per_token,
+            normalises=normalises,
+            has_grouped_mm=has_grouped_mm(gate_up),
+        )

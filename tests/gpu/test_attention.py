@@ -14,6 +14,7 @@ from common.types import KVCacheSpec  # noqa: E402
 from engine.attention.base import AttentionShape  # noqa: E402
 from engine.attention.registry import attention_backend  # noqa: E402
 from engine.layers import RMSNorm, RotaryEmbedding, silu_and_mul  # noqa: E402
+from engine.models.grouped_product import has_grouped_mm  # noqa: E402
 from engine.step import StepRow  # noqa: E402
 
 pytestmark = [
@@ -31,16 +32,17 @@ each_dtype = pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("name", ["torch", "flashinfer"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"windows": (0, 37)}, {"windows": (24, 24)}, {"soft_cap": 2.0}, {"windows": (50, 0), "soft_cap": 2.0}],
-    ids=["plain", "windows", "one window", "capped", "capped windows"],
+    [{}, {"windows": (0, 37)}, {"windows": (24, 24)}, {"soft_cap": 2.0}, {"windows": (50, 0), "soft_cap": 2.0}, None],
+    ids=["plain", "windows", "one window", "capped", "capped windows", "wide"],
 )
-def test_backends(name: str, changes: dict[str, object]) -> None:
+def test_backends(name: str, changes: dict[str, object] | None) -> None:
     """bfloat16 on the device against float32 here, first chunk, later chunk, single tokens. Some chunks are one token
     longer than a multiple of 64."""
     if name == "flashinfer":
         pytest.importorskip("flashinfer")
-    spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
-    shape = replace(AttentionShape(num_heads=8, softmax_scale=0.125), **changes)
+    dim = 128 if changes is None else 64
+    spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=dim, block_size=16, dtype="bfloat16")
+    shape = replace(AttentionShape(num_heads=8, softmax_scale=0.125), **(changes or {}))
     cache = torch.full((64, *spec.block_shape), float("nan"), dtype=torch.bfloat16)
     device_cache = cache.cuda()
     backends = [attention_backend(device_cache, spec, shape, name), attention_backend(cache, spec, shape, "reference")]
@@ -54,8 +56,8 @@ def test_backends(name: str, changes: dict[str, object]) -> None:
         progress = [done + size for done, size in zip(progress, sizes, strict=True)]
         prepared = [backend.prepare(step) for backend in backends]
         for layer in range(2):
-            qkv = torch.randn(sum(sizes), 12, 64).bfloat16()
-            kv = qkv[:, 8:].view(-1, 2, 2, 64)
+            qkv = torch.randn(sum(sizes), 12, dim).bfloat16()
+            kv = qkv[:, 8:].view(-1, 2, 2, dim)
             ours = prepared[0].forward(layer, qkv[:, :8].cuda(), kv.cuda())
             expected = prepared[1].forward(layer, qkv[:, :8], kv)
             torch.testing.assert_close(ours.cpu(), expected, atol=2e-2, rtol=2e-2)
@@ -117,11 +119,15 @@ def test_rotation_and_cache(dtype: torch.dtype, has_norms: bool, head_dim: int) 
 
 @needs_triton
 @each_dtype
+@pytest.mark.parametrize("by_library", [False, True])
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "per_token"), [(1, 128, 8), (5, 6, 3), (130, 16, 2), (700, 8, 2)]
 )
-def test_experts(dtype: torch.dtype, normalises: bool, num_tokens: int, num_experts: int, per_token: int) -> None:
+def test_experts(
+    dtype: torch.dtype, normalises: bool, by_library: bool, num_tokens: int, num_experts: int, per_token: int
+) -> None:
+    """With many rows for an expert torch multiplies, if it can."""
     from engine.kernels.fused_experts import experts, takes
 
     hidden, inner = 192, 128
@@ -130,7 +136,8 @@ def test_experts(dtype: torch.dtype, normalises: bool, num_tokens: int, num_expe
     down = (torch.randn(num_experts, hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)
     logits = torch.randn(num_tokens, num_experts, device=DEVICE)
     assert takes(gate_up, down)
-    ours = experts(x, logits, gate_up, down, per_token, normalises=normalises)
+    by_library = by_library and has_grouped_mm(gate_up)
+    ours = experts(x, logits, gate_up, down, per_token, normalises=normalises, has_grouped_mm=by_library)
     shares, chosen = logits.softmax(-1).topk(per_token, dim=-1)
     if normalises:
         shares = shares / shares.sum(-1, keepdim=True)
