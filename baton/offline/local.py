@@ -20,7 +20,7 @@ from common.config import EngineSettings
 from common.errors import InvalidArgumentError, error_of
 from common.model_files import tokenizer_files
 from common.sampling import SamplingParams, kept_tokens
-from common.types import FinishReason, SampledToken, TokenLogprob
+from common.types import SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from engine import messages as m
 from engine.core import EngineCore
@@ -35,8 +35,7 @@ from router.fleet.served_model import ServedModel
 from router.preparing.preparation import Preparation
 from router.running.request import GenerationRequest, Prompt
 from router.running.threads import TextThreads
-from text.answer_parts import PartsParser, ended
-from text.answer_text import AnswerText
+from text.answer_reader import AnswerReader
 from text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -60,10 +59,9 @@ class _Live:
         self.request = request
         self._index = index
         self._candidate = candidate
-        self._text = AnswerText(
+        self._reader = AnswerReader(
             request.model.tokenizer, request.prompt_token_ids, request.sampling_params, request.reading
         )
-        self._parser = None if request.reading is None else request.reading.parser()
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls = Calls()
@@ -85,14 +83,14 @@ class _Live:
 
     def add(self, event: m.TokensGenerated) -> Answer | None:
         """The whole answer, if it ends with these tokens."""
-        new = self._text.add(event.tokens, event.finish_reason, event.stop_token_id)
+        new = self._reader.add(event.tokens, event.finish_reason, event.stop_token_id)
         self._tokens += event.tokens[: new.num_tokens]
-        reason = new.finish_reason
-        if self._parser is None:
-            self._texts.append(new.text)
-        else:
-            reason = self._add_parts(self._parser, new.text, reason)
-        if reason is None:
+        self._texts.append(new.pieces.content)
+        self._reasoning.append(new.pieces.reasoning)
+        self._calls.deltas += [
+            ToolCallDelta(one.index, one.call_id, one.name, one.arguments) for one in new.pieces.calls
+        ]
+        if new.finish_reason is None:
             return None
         request, tokens = self.request, tuple(self._tokens)
         result = Result(
@@ -101,7 +99,7 @@ class _Live:
             text="".join(self._texts),
             token_ids=tuple(token.token_id for token in tokens),
             logprobs=() if request.sampling_params.logprobs is None else tokens,
-            finish_reason=reason,
+            finish_reason=new.finish_reason,
             stop_reason="" if new.stop_reason is None else str(new.stop_reason),
             reasoning="".join(self._reasoning),
             tool_calls=self._calls.whole(),
@@ -119,21 +117,6 @@ class _Live:
             ),
         )
         return Answer(self._index, self._candidate, request.prompt_token_ids, result)
-
-    def _add_parts(self, parser: PartsParser, text: str, reason: FinishReason | None) -> FinishReason | None:
-        """Tells reasoning and calls from text. Ends the answer if it may not have what follows."""
-        all_pieces = [parser.add(text)]
-        if reason is None and parser.is_done:
-            reason = FinishReason.STOP
-        if reason is not None:
-            all_pieces.append(parser.end())
-        for pieces in all_pieces:
-            self._texts.append(pieces.content)
-            self._reasoning.append(pieces.reasoning)
-            self._calls.deltas += [
-                ToolCallDelta(one.index, one.call_id, one.name, one.arguments) for one in pieces.calls
-            ]
-        return None if reason is None else ended(parser, reason)
 
 
 class LocalEngine:

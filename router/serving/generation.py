@@ -20,8 +20,8 @@ from router.limits.admission import Admission
 from router.running.beams import search
 from router.running.dispatch import Dispatcher
 from router.running.request import GenerationRequest, NewTokens, Output, Progress
-from text.answer_parts import PartsParser, Pieces, ended
-from text.answer_text import AnswerText, NewText
+from text.answer_reader import AnswerReader
+from text.answer_text import NewText
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +80,13 @@ class _OutputMaker:
         params, reading = request.sampling_params, request.reading
         self._request = request
         self._progress = progress
-        self._text = AnswerText(request.model.tokenizer, request.prompt_token_ids, params, reading)
-        self._parser = reading.parser() if reading else None
+        self._reader = AnswerReader(request.model.tokenizer, request.prompt_token_ids, params, reading)
+        self._text = self._reader.text
         self._num_reasoning_tokens = 0
 
     def outputs(self, new: NewTokens) -> Iterable[Output]:
         """One output for all of `new`, or one for each token if tokens with logprobs have to be assigned to parts."""
-        if self._parser is None or self._request.sampling_params.logprobs is None or len(new.tokens) < 2:
+        if self._reader.parser is None or self._request.sampling_params.logprobs is None or len(new.tokens) < 2:
             return (self.output(new),)
         return self._one_by_one(new)
 
@@ -97,8 +97,8 @@ class _OutputMaker:
         yield self.output(replace(new, tokens=new.tokens[-1:]))
 
     def output(self, new: NewTokens) -> Output:
-        if self._parser is not None:
-            return self._in_parts(new, self._parser)
+        if self._reader.parser is not None:
+            return self._in_parts(new)
         if new.finish_reason is None and not self._text.may_stop:  # most of an answer
             return Output(text=self._text.more(new.tokens), tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
         piece = self._text.add(new.tokens, new.finish_reason, new.stop_token_id)
@@ -108,34 +108,21 @@ class _OutputMaker:
             new = replace(new, tokens=new.tokens[: piece.num_tokens])
         return self._last(new, piece)
 
-    def _in_parts(self, new: NewTokens, parser: PartsParser) -> Output:
-        """Reasoning and calls are apart from the text. The last output, if the answer may not have what follows.
-        Tokens are read one by one: the same ones give the same answer, however many come together."""
-        pieces, num_reasoning_tokens, end = Pieces(), 0, None
-        for index, token in enumerate(new.tokens, 1):
-            piece = self._text.add((token,), None, None)
-            given = parser.add(piece.text)
-            num_reasoning_tokens += bool(given.reasoning)
-            pieces.extend(given)
-            if piece.finish_reason is not None or parser.is_done:
-                end = NewText("", 1, piece.finish_reason or FinishReason.STOP, piece.stop_reason)
-                new = replace(new, tokens=new.tokens[:index])
-                break
-        if end is None and new.finish_reason is not None:
-            end = self._text.add((), new.finish_reason, new.stop_token_id)
-            pieces.extend(parser.add(end.text))
-        self._num_reasoning_tokens += num_reasoning_tokens
-        if end is None:
+    def _in_parts(self, new: NewTokens) -> Output:
+        """Reasoning and calls are apart from the text. The last output, if the answer may not have what follows."""
+        read = self._reader.add(new.tokens, new.finish_reason, new.stop_token_id)
+        if read.num_tokens < len(new.tokens):
+            new = replace(new, tokens=new.tokens[: read.num_tokens])
+        self._num_reasoning_tokens += read.num_reasoning_tokens
+        if read.finish_reason is None:
             output = Output(text="", tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
         else:
-            pieces.extend(parser.end())
-            if end.finish_reason is not None:
-                end.finish_reason = ended(parser, end.finish_reason)
-            output = self._last(new, end)
-            output.is_cut = parser.is_cut
+            output = self._last(new, NewText("", len(new.tokens), read.finish_reason, read.stop_reason))
+            output.is_cut = read.is_cut
+        pieces = read.pieces
         output.text, output.reasoning = pieces.content, pieces.reasoning
         output.tool_calls, output.parts = pieces.calls, pieces.parts
-        output.num_reasoning_tokens = num_reasoning_tokens
+        output.num_reasoning_tokens = read.num_reasoning_tokens
         return output
 
     def _last(self, new: NewTokens, end: NewText) -> Output:
