@@ -180,9 +180,9 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     dtype_reason: str  # why the spec's dtype is what it is
     device: str  # "cpu", "cuda" or "cuda:N"
-    device_reason: str  # why it is that one
+    device_reason: str  # why this device was chosen
     kernels: str = ""  # the variant of the CPU kernels that computes, or torch
-    kernels_reason: str = ""  # why it is that one
+    kernels_reason: str = ""  # why this variant was chosen
     peer: bytes  # KVConnector.describe()
 
 

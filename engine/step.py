@@ -90,7 +90,7 @@ class Draw:
 class Scoring:
     """Asks for the logprob of each of `token_ids`, given all tokens before it."""
 
-    start: int  # index among the new tokens of the one that comes before the first of `token_ids`
+    start: int  # index, among the new tokens, of the token before the first of `token_ids`
     token_ids: list[int]
     num_top: int  # so many of the likeliest beside each
 

@@ -47,7 +47,7 @@ def prepare_pages(tensor: torch.Tensor) -> None:
         return
     if error := _advise(start, end, mmap.MADV_HUGEPAGE):
         log.debug("no huge pages", extra={"reason": error})
-    # The thread keeps `tensor`, so that nobody else's memory is ever at its place.
+    # The thread keeps `tensor` alive, so that no other memory takes its address.
     threading.Thread(target=_populate, args=(tensor, start, end), name="kv-pages", daemon=True).start()
 
 

@@ -18,7 +18,7 @@ _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.02, 0.5
 class _UnderWay(Generic[Work]):
     work: Work
     deadline: float  # time.monotonic()
-    hangs_at: float  # the same
+    hangs_at: float  # time.monotonic() from which its thread counts as hung
     is_given_up: bool = False
 
 
@@ -43,7 +43,7 @@ class OverdueWatch(Generic[Work]):
         self._changed = threading.Condition()
         self._timeout_s = timeout_s
         self._under_way: dict[int, _UnderWay[Work]] = {}  # by the work's id
-        self._hung: set[int] = set()  # of those: under way for longer than the timeout
+        self._hung: set[int] = set()  # ids of work that has been under way for longer than the timeout
         self._is_idle = False
         self._is_closed = False
 

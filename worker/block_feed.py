@@ -103,7 +103,8 @@ class BlockFeed:
         return sequence == self._sequence or (bool(self._recent) and self._recent[0].sequence <= sequence + 1)
 
     async def _all_names(self) -> tuple[int, bytes]:
-        """(the last change that is part of it, names). All who ask while a question is under way share its answer."""
+        """(number of the last change that the names include, names). Callers that ask at the same time share one
+        answer of the engine."""
         if self._list is None:
             self._ask_list()
             self._list = asyncio.get_running_loop().create_future()

@@ -4,8 +4,8 @@
        │ takes no new work │ offers its decode streams, each second,     │ cuts what is left
        │ streams finish    │ to their routers, which take them elsewhere │
 
-A router takes an offer only if another decode worker is ready, so a stream that nobody else could go on with has the
-whole timeout. Prefill streams are not offered: they end soon, and a decode worker whose prefill is cut goes on by
+A router takes an offer only if another decode worker is ready, so a stream that no other worker could go on with has
+the whole timeout. Prefill streams are not offered: they end soon, and a decode worker whose prefill is cut goes on by
 itself or with another prefill worker.
 """
 

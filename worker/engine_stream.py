@@ -57,7 +57,7 @@ class EngineStream:
         self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._delivery: asyncio.Timeout | None = None  # of what is being written to the caller
         self._is_unread = False
-        self._is_awaited = False  # somebody waits in `next`, who has acted on all events before
+        self._is_awaited = False  # a task waits in `next`, and has acted on all events before
         self.pass_on: Callable[[m.TokensGenerated], bool] | None = None
         """Gets tokens the moment they come, if no earlier event is left, which saves the cost of `next`. Returns
         whether it took them."""

@@ -65,13 +65,13 @@ class Call:
         self.is_late = False
         self._stream = stream
         self._left = WINDOW_BYTES  # that may be sent; below 0 after an event that exceeded it
-        self._room: asyncio.Future[None] | None = None  # for whoever waits to write
+        self._room: asyncio.Future[None] | None = None  # for the task that waits to write
 
     async def write(self, event: decode_pb2.DecodeEvent, /) -> None:
         data = event.SerializeToString()
         self._left -= len(data)
         self._stream.add(self, data, is_end=False)
-        while self._left <= 0 and not event.finish_reason:  # who has the last event may give no credit any more
+        while self._left <= 0 and not event.finish_reason:  # a reader that has the last event may give no more credit
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 
 class EvictionOrder:
-    """Blocks that nobody refers to and that can be found: those that are not retained first, and of these the one that
-    requests gave up the longest ago."""
+    """Blocks that no request refers to and that can be found by name. Blocks that are not retained come first; among
+    these, the block that requests gave up the longest ago."""
 
     def __init__(self) -> None:
         self._keys: dict[int, tuple[bool, int]] = {}  # by block: (whether retained, when it was given up)
-        self._heap: list[tuple[tuple[bool, int], int]] = []  # those that are out of date, too
+        self._heap: list[tuple[tuple[bool, int], int]] = []  # may hold entries that are out of date
         self.num_retained = 0
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class EvictionOrder:
 
     def put(self, block_id: int, *, is_retained: bool, freed_at: int) -> None:
         """Adds a block, or gives it another place."""
-        if len(self._heap) > 2 * len(self._keys) + 64:  # most of it is out of date
+        if len(self._heap) > 2 * len(self._keys) + 64:  # most entries are out of date
             self._heap = [(key, one) for one, key in self._keys.items()]
             heapq.heapify(self._heap)
         if block_id in self._keys:

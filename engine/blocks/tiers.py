@@ -95,7 +95,7 @@ class Tiers:
             self._lost(name)
 
     def _lost(self, name: bytes) -> None:
-        """Forgets a name that neither tier has any more."""
+        """Forgets a name whose block is in no tier any more."""
         self.news.gone(name)
         self.write_back.gone(name)
         self.counts.yielded += self.retention.forget(name)

@@ -84,7 +84,7 @@ def read_hf_config(
 
 
 def _declared(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Flags that the class itself declares, not those that every class has."""
+    """Flags that the class itself declares, without the flags of every class."""
     from transformers import PreTrainedConfig
 
     names: set[str] = set()

@@ -114,7 +114,7 @@ class TransformersModel(CausalLM):
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
         from transformers import AttentionInterface, AutoModelForCausalLM, Mxfp4Config
 
-        check_files(files)  # transformers would not name the one that is not whole
+        check_files(files)  # transformers would not name the file that is not whole
         try:
             check_layer_types(self._config)
         except UnsupportedAttentionError as error:

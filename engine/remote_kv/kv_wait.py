@@ -25,10 +25,10 @@ from kv_store.base import BlockRef
 class BlockState(Enum):
     """The state of one block that a request waits for."""
 
-    MISSING = auto()  # nobody has announced it
+    MISSING = auto()  # no worker has published it
     FROM_STORE = auto()  # being fetched from the store, which verifies what it gives
     FROM_WORKER = auto()  # being fetched from another worker that holds a lease on it
-    UNLEASED = auto()  # the same, but the lease has ended meanwhile: nobody can say which bytes arrive
+    UNLEASED = auto()  # being fetched, but the lease has ended meanwhile: the bytes that arrive may be another block's
     FOLLOWED = auto()  # another request has it fetched (`shared_fetches.py`)
     ARRIVED = auto()
     LOST = auto()  # another worker could announce it again
@@ -105,7 +105,7 @@ class KVWait:
                 self.failure = self.failure or failure
 
     def end_lease(self, reason: str) -> None:
-        """The prefill worker's stream is gone: bytes that arrive from now on may not be those that were announced."""
+        """The prefill worker's stream is gone: bytes that arrive from now on may not be the published ones."""
         for index in self.indexes(BlockState.FROM_WORKER):
             self._set(index, BlockState.UNLEASED)
         self.lease_failure = reason

@@ -68,15 +68,16 @@ class Prefetches:
             if num_most <= num_waiting[tenant] + 1:
                 self._answer(one, TOO_MANY)
                 return
-            # It has at least two, so its last is not the first of all, which may have begun.
+            # The largest tenant has at least two prefetches here, so its last one is not the first of all, which may
+            # have begun.
             last = next(other for other in reversed(self._waiting) if other.tenant == largest)
             self._waiting.remove(last)
             self._answer(last, TOO_MANY)
         self._waiting.insert(self._position(num_waiting[tenant]), one)
 
     def _position(self, num_before: int) -> int:
-        """The place of a prefetch whose tenant has `num_before` others waiting: behind those that have as few of their
-        own tenant's before them."""
+        """Where to insert a prefetch whose tenant has `num_before` prefetches waiting: tenants take turns, so it comes
+        after the prefetch number `num_before`, counted from 0, of every other tenant."""
         seen: Counter[str] = Counter()
         for position, other in enumerate(self._waiting):
             if seen[other.tenant] > num_before:
@@ -106,8 +107,8 @@ class Prefetches:
                 one.is_evicted, one.failure = True, "its blocks were evicted meanwhile"
 
     def _answer_overdue(self, now: float) -> None:
-        """Answers prefetches that are overdue. One whose fetch is under way has to end first, but does not hold up
-        those behind it."""
+        """Answers prefetches that are overdue. If a prefetch's fetch is under way, it is answered when the fetch has
+        ended, and does not hold up later prefetches."""
         overdue = [one for one in self._waiting if now >= one.give_up and not one.in_flight]
         self._waiting = [one for one in self._waiting if one not in overdue]
         for one in overdue:

@@ -68,8 +68,8 @@ class Transfers:
         self._jobs: dict[int, _Job] = {}
         self._published: dict[str, list[int]] = {}  # request id: its publish jobs
         self._writing: dict[int, bytes] = {}  # block being written to the store: its name
-        self._overdue: dict[_Key, TransferResult] = {}  # results that are not final
-        self._given_up: set[_Key] = set()  # nobody waits for their final results
+        self._overdue: dict[_Key, TransferResult] = {}  # failed, but the transfer may still move bytes
+        self._given_up: set[_Key] = set()  # blocks whose final results no request waits for
         self._num_requested = 0
 
     @property

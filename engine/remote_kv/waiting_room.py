@@ -135,7 +135,8 @@ class WaitingRoom:
         return min(request.num_stored_blocks, limit), limit
 
     def _asks_worker(self, request: Request, ask_from: int) -> bool:
-        """If its KV from block `ask_from` on is neither here nor on its way."""
+        """Whether a prefill worker has to compute the request's KV from block `ask_from` on: it is neither here nor on
+        its way."""
         size = self._blocks.block_size
         num_missing = request.num_prompt_tokens - ask_from * size
         in_place = is_computed_in_place(num_missing, request.min_remote_tokens, size)
@@ -246,8 +247,8 @@ class WaitingRoom:
             parked.wait.end(failure)
 
     def first_token(self, request_id: str) -> Request | None:
-        """The prompt's first token is known. Returns the request that it is appended to; None if nobody waits, or if
-        the token is known already: the request continues one that an earlier worker began."""
+        """The prompt's first token is known. Returns the request that it is appended to; None if the request does
+        not wait, or if the token is known already: the request continues an answer that an earlier worker began."""
         parked = self._touched_one(request_id)
         if parked is None or parked.wait.has_first_token:
             return None

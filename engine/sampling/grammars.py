@@ -203,7 +203,7 @@ class PendingGrammars:
         self._answered += [Answered(request, error.reason, error.grpc_code) for request in pending.requests.values()]
 
     def _forget_unwanted(self, guided: Guided, pending: _Pending) -> None:
-        """A grammar that nobody waits for is not compiled, unless that has begun."""
+        """Drops a grammar that no request waits for, unless its compilation has begun."""
         if not pending.requests and pending.compiled.cancel():
             del self._pending[guided]
 

@@ -12,10 +12,11 @@ from engine.request import Request
 def victim(
     needy: Request, running: Sequence[Request], in_step: Container[Request], policy: Literal["fcfs", "priority"]
 ) -> Request | None:
-    """The request that gives its blocks back for `needy`: of those that are not in this step already, the one admitted
-    last or, by priority, the one that would be last in the queue. `needy` itself if there is no other.
+    """The request that gives its blocks back for `needy`. Among the requests that are not in this step already: the
+    request admitted last or, by priority, the request that would be last in the queue. `needy` itself if there is no
+    other request.
 
-    A prefill is never preempted: its decode worker may be reading its blocks, and it needs no more of them.
+    A prefill is never preempted: its decode worker may be reading its blocks, and it needs no more blocks.
     """
     able = [one for one in running if one.mode is not RequestMode.PREFILL]
     victims = [one for one in reversed(able) if one not in in_step]

@@ -273,7 +273,7 @@ class LMCacheClient:
             return once()
         except TransferError:
             if _left(deadline) > 0:
-                self._pool = None  # whatever it was: the next call finds out who answers there now
+                self._pool = None  # the server may be another one now; the next call connects anew
             raise
 
     def _connected(self, chunk: Chunk, deadline: float) -> _Pool:

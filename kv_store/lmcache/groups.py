@@ -82,7 +82,7 @@ def group_sizes(block_size: int) -> list[int]:
 
 
 def split_into_groups(blocks: Sequence[LocalBlock], sizes: Sequence[int]) -> list[list[LocalBlock]]:
-    """`blocks` in the largest groups that their indexes allow, sorted by index; one that is partial stays alone."""
+    """`blocks` in the largest groups that their indexes allow, sorted by index; a partial block stays alone."""
     ordered = sorted((block for block in blocks if not block.is_partial), key=lambda block: block.index)
     groups: list[list[LocalBlock]] = []
     start = 0

@@ -262,7 +262,7 @@ class ReadingAgent(_Agent):
         """Makes progress on connections while nothing is read; `check` does so during reads. Raises `TransferError`."""
         failure = None
         try:
-            self._agent.get_new_notifs()  # nobody sends any, but this is the call that makes progress
+            self._agent.get_new_notifs()  # no notification is ever sent, but this call makes progress
         except Exception as error:
             failure = _reason(error)
         _raise(failure)

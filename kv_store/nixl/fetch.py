@@ -63,7 +63,7 @@ class Peer:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class _PeerJob(Job):
-    """The part of a job that one peer has; empty, to have it connected to."""
+    """The blocks of a job that one peer has; without blocks, the job only connects to the peer."""
 
     peer: Peer
 
@@ -260,7 +260,7 @@ class Fetcher:
         try:
             if self._reading is not None:
                 self._reading.progress()
-        except TransferError as error:  # the next read from whoever it was says more
+        except TransferError as error:  # the next read from the same peer says more
             log.warning("NIXL makes no progress", extra={"reason": error.message})
 
     def _forget_unused_peers(self) -> None:

@@ -25,7 +25,8 @@ SHARE = 0.01
 MAX_WAIT_S = 2.0  # a pass that takes longer (or its killed cleaner's lease) holds up no write beyond this
 IDLE_PASS_S = 300.0  # without writes: others' files count too, and what killed writers left goes
 NAMES_PASS_S = 3600.0  # names without a run are rare, and looking for them is slow
-FULL_DISK_PASS_S = 5.0  # between passes for a full disk: one that others fill must not cost the whole store at once
+# Between passes for a full disk: if others fill the disk, the store must not lose all its blocks at once.
+FULL_DISK_PASS_S = 5.0
 _RETRY_S = 0.05  # while another process cleans
 
 
