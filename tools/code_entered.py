@@ -3,9 +3,10 @@
     python -m tools.code_entered [step | chat]
 
 A function counts with all its lines, docstring included, once, if it was entered each of some times: so what happens to
-run beside it does not count. A decode step is one of an engine with a tiny model of random weights, on the CPU; the
-files of the model itself are left out (`MODEL`). A chat is a streamed one, from the bytes of its request to those of
-its last event, in a router in front of a worker without an engine (`bench.instant_worker`), which is not counted.
+run beside it does not count. A decode step is one of an engine with a tiny model of random weights, computed by torch,
+so that the figures are the same everywhere; the files of the model itself are left out (`MODEL`). A chat is a streamed
+one, from the bytes of its request to those of its last event, in a router in front of a worker without an engine
+(`bench.instant_worker`), which is not counted.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ def decode_step() -> Entered:
         folder = Path(name)
         save_model(folder)
         save_tokenizer(folder)
-        settings = EngineSettings.model_validate({"device": "cpu", "dtype": "float32", "num_blocks": 16})
+        settings = EngineSettings.model_validate(
+            {"device": "cpu", "dtype": "float32", "kernels": "torch", "num_blocks": 16}
+        )
         device = LocalDevice(folder, settings)
         connector = MemoryConnector(ConnectorConfig(epoch="1", worker_id="1"))
         core = EngineCore(settings, device, connector, time.monotonic, lambda: None)
