@@ -170,6 +170,15 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "KV plane": [
+        Panel(
+            "Error of the model of time",
+            "percentunit",
+            (
+                (f'max by (pod) (baton_worker_step_time_error_ratio{{{WORKERS},quantile="0.9"}})', "{{pod}} p90"),
+                (f"max by (pod) (baton_worker_step_time_drifts{{{WORKERS}}})", "{{pod}} drifts"),
+            ),
+            "What workers predict their latest steps wrong by. 100 % drifts: steps take other times all the time.",
+        ),
         Panel("Bytes moved", "Bps", ((rate("baton_worker_kv_bytes_moved_total", WORKERS, "pod"), "{{pod}}"),)),
         Panel(
             "Blocks",

@@ -1,0 +1,48 @@
+"""What the autoscaler knows of workers beside their load."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.batch_time_file import encode
+from common.types import WorkerRole
+from protos.baton.v1 import worker_pb2
+from router.autoscaler.fleet import CHUNK, Fleet
+from router.fleet.discovery.sources import discover
+from tests.router.fake_worker import FakeWorker
+from tests.router.test_costs import model
+
+
+async def test_a_worker_s_rate_is_what_its_model_of_time_says() -> None:
+    worker = FakeWorker(WorkerRole.PREFILL)
+    await worker.start()
+    fleet = Fleet(
+        discover((worker.address,), key="prefill"),
+        discover((), key="decode"),
+        discover((), key="routers"),
+        arrival_window_s=10,
+    )
+    fleet.start()
+
+    async def until_rate(wanted: float | None) -> None:
+        async with asyncio.timeout(20):
+            while True:
+                signals = fleet.signals()
+                if signals and signals.prefill.num_ready and signals.prefill.predicted_rate == wanted:
+                    return
+                await asyncio.sleep(0.01)
+
+    try:
+        await until_rate(None)
+        for version, floor_s in ((1, 0.1), (2, 0.3)):
+            worker.change(
+                batch_time=worker_pb2.BatchTime(model=encode(model(floor_s=floor_s)), source="file", version=version)
+            )
+            await until_rate(pytest.approx(CHUNK / (floor_s + CHUNK * 0.001)))
+        worker.change(batch_time=worker_pb2.BatchTime(source="none", version=3))
+        await until_rate(None)
+    finally:
+        await fleet.close()
+        await worker.stop()
