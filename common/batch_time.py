@@ -14,7 +14,7 @@ Pure, and without numpy: a scheduler asks for each step. `common.batch_time_fit`
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -208,13 +208,26 @@ class BatchTime:
         if fits(most):
             return most
         low, high = 1, most  # `low` fits, `high` does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fits(middle):
-                low = middle
+        knots = layers.knots
+        first, last = bisect_right(knots, num_tokens + 1), bisect_left(knots, num_tokens + most)
+        while first < last:
+            middle = (first + last) // 2
+            new = int(knots[middle]) - num_tokens
+            if fits(new):
+                low, first = new, middle + 1
             else:
-                high = middle
-        return low
+                high, last = new, middle
+        # No knot lies between them, so that the time there is a quadratic of the number of tokens.
+        start = layers.at(num_tokens + low)
+        slope = (layers.at(num_tokens + high) - start) / (high - low)
+        linear, rest = slope + pairs * (past + 0.5), left - start + slope * low
+        divisor = linear + math.sqrt(max(0.0, linear * linear + 2 * pairs * rest))
+        new = min(high - 1, max(low, int(2 * rest / divisor))) if divisor else low
+        while new > low and not fits(new):  # rounding
+            new -= 1
+        while new + 1 < high and fits(new + 1):
+            new += 1
+        return new
 
     def _regime(self, shape: StepShape) -> RegimeTime:
         if not shape.num_chunks:

@@ -21,6 +21,7 @@ IN_PLACE_MARGIN = 1024  # tokens by which a prefill worker has to be later befor
 HEDGE_QUEUE = 1024  # tokens, beside one prompt's, that a worker which is asked beside a late one may have to do
 
 CHUNK = 512  # tokens of a prompt in one step: the default of --chunk-size, which workers do not tell
+MAX_KEPT = 4096  # workers
 ANSWER_TOKENS = 64  # of an answer that count when decode workers are compared: what all tokens cost there
 
 
@@ -63,15 +64,29 @@ class TokenCosts:
 
 
 class SecondCosts:
-    """All workers that it is asked for have a `batch_time`."""
+    """All workers that it is asked for have a `batch_time`. What a worker's load costs is kept until it changes: an
+    `Endpoint` is the same object until then."""
 
     in_seconds = True
 
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Endpoint, float, float]] = {}  # by address: of this endpoint, queue and load
+
     def queue(self, endpoint: Endpoint) -> float:
-        return self.prompt(endpoint, endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens, 0)
+        return self._of(endpoint)[1]
 
     def load(self, endpoint: Endpoint) -> float:
-        return ANSWER_TOKENS * step_s(endpoint, num_more=1)
+        return self._of(endpoint)[2]
+
+    def _of(self, endpoint: Endpoint) -> tuple[Endpoint, float, float]:
+        kept = self._kept.get(endpoint.address)
+        if kept is None or kept[0] is not endpoint:
+            num_queued = endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
+            if len(self._kept) >= MAX_KEPT:
+                self._kept.clear()
+            kept = endpoint, self.prompt(endpoint, num_queued, 0), ANSWER_TOKENS * step_s(endpoint, num_more=1)
+            self._kept[endpoint.address] = kept
+        return kept
 
     def prompt(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
         return prompt_s(_time(endpoint), num_missing, num_cached)
@@ -94,17 +109,14 @@ class SecondCosts:
 
 
 TOKENS = TokenCosts()
-SECONDS = SecondCosts()
 
 
-def costs_of(endpoints: Sequence[Endpoint]) -> Costs:
-    """In seconds if all of them know how long their steps take: only then can they be compared."""
-    if not endpoints:
-        return TOKENS
-    for endpoint in endpoints:
+def all_know_their_times(endpoints: Sequence[Endpoint]) -> bool:
+    """Whether costs can be in seconds: only if all of them are, they can be compared."""
+    for endpoint in endpoints:  # quicker than a generator, and most fleets end it at the first one
         if endpoint.batch_time is None:
-            return TOKENS
-    return SECONDS
+            return False
+    return bool(endpoints)
 
 
 def decodes_of(endpoint: Endpoint, num_more: int = 0) -> StepShape:

@@ -12,7 +12,7 @@ from common.errors import UnavailableError
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
-from router.policy.costs import HEDGE_QUEUE, MOVE_COST, TOKENS, Costs, costs_of, step_s
+from router.policy.costs import HEDGE_QUEUE, MOVE_COST, TOKENS, Costs, SecondCosts, all_know_their_times, step_s
 from router.policy.placement import Placement, placement_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
@@ -28,6 +28,7 @@ class RoutingPolicy:
         self._decode = decode
         self._min_remote_tokens = min_remote_tokens
         self._hedges = hedges
+        self._seconds = SecondCosts()
         self._rotation = 0
 
     def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
@@ -47,7 +48,7 @@ class RoutingPolicy:
             decode_workers = beside
             passed_over.append((beside[0].address, "other answers to this prompt are there"))
 
-        costs = costs_of(usable)
+        costs: Costs = self._seconds if all_know_their_times(usable) else TOKENS
         helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill and not request.in_place]
         ranked = self._decode.rank(
             request, [_decode_candidate(request, e, helpers, costs) for e in self._rotated(decode_workers)]

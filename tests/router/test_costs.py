@@ -13,7 +13,7 @@ from router.fleet.endpoint import Endpoint
 from router.fleet.track_record import MIN_ANSWERS, TrackRecord
 from router.fleet.worker_info import MAX_MODEL_BYTES, batch_time_of
 from router.policy.base import RoutingDecision, RoutingRequest
-from router.policy.costs import CHUNK, SECONDS, TOKENS, costs_of, prompt_s, step_s
+from router.policy.costs import CHUNK, SecondCosts, all_know_their_times, prompt_s, step_s
 from router.policy.registry import create_policy
 from router.running.prefill_times import LATE_FACTOR, MIN_LATE_S, LikePrompts, PrefillTimes
 from tests.router.test_policy import fleet
@@ -41,9 +41,9 @@ def pick(
 
 def test_seconds_count_only_if_all_workers_know_theirs() -> None:
     known = workers("d decode 0/0 9/9\np prefill 0/0 9/9")
-    assert costs_of(known) is SECONDS
-    assert costs_of([*known, *fleet("q prefill 0/0 9/9")]) is TOKENS
-    assert costs_of([]) is TOKENS
+    assert pick(known).prefill_s is not None
+    assert all_know_their_times(known)
+    assert not all_know_their_times([])
     decision = pick([*known, *fleet("q prefill 0/0 9/9")])
     assert (decision.prefill_s, decision.step_s) == (None, None)
 
@@ -102,10 +102,10 @@ def test_a_few_tokens_are_computed_beside_decodes_if_asking_takes_longer() -> No
     slow_to_ask = workers(text, d=model(token_s=1e-4), p=model(floor_s=0.03, token_s=1e-4))
     decision = pick(slow_to_ask, 60)
     assert (decision.in_place, decision.prefill) == (True, ())
-    assert 60 < (least := SECONDS.least_remote(*slow_to_ask, num_cached=0)) < 120
+    assert 60 < (least := SecondCosts().least_remote(*slow_to_ask, num_cached=0)) < 120
     assert decision.min_remote_tokens == least
     assert pick(slow_to_ask, least + 1).prefill
-    assert SECONDS.least_remote(*workers("d decode 0/0 9/9\np prefill 0/0 9/9"), num_cached=0) == 0
+    assert SecondCosts().least_remote(*workers("d decode 0/0 9/9\np prefill 0/0 9/9"), num_cached=0) == 0
 
 
 def test_hedges_know_what_a_prompt_should_take() -> None:
@@ -174,3 +174,13 @@ def test_a_model_that_a_worker_is_sure_of_is_used() -> None:
 def test_a_model_that_cannot_be_is_none(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     assert batch_time_of(info(data)) is None
     assert "model of time is not used" in caplog.text
+
+
+def test_what_a_load_costs_follows_the_load() -> None:
+    costs = SecondCosts()
+    (one,) = workers("d decode 1/0 9/9 queued=100")
+    before = costs.queue(one), costs.load(one)
+    assert before == (costs.queue(one), costs.load(one))
+    (other,) = workers("d decode 5/0 9/9 queued=300")
+    assert (costs.queue(other), costs.load(other)) > before
+    assert costs.load(other) > before[1]
