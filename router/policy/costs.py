@@ -172,5 +172,5 @@ def _chunk(new: int, past: int, beside: StepShape | None) -> StepShape:
 
 
 def _time(endpoint: Endpoint) -> BatchTime:
-    assert endpoint.batch_time is not None  # noqa: S101 - `costs_of` says so
+    assert endpoint.batch_time is not None  # noqa: S101 - asked only if `all_know_their_times`
     return endpoint.batch_time

@@ -9,16 +9,16 @@ import pytest
 from common.batch_time_file import encode
 from common.types import WorkerRole
 from protos.baton.v1 import worker_pb2
-from router.autoscaler.fleet import CHUNK, Fleet
+from router.autoscaler.fleet_load import CHUNK, FleetLoad
 from router.fleet.discovery.sources import discover
-from tests.router.fake_worker import FakeWorker
 from tests.router.test_costs import model
+from tests.support.fake_worker import FakeWorker
 
 
 async def test_a_worker_s_rate_is_what_its_model_of_time_says() -> None:
     worker = FakeWorker(WorkerRole.PREFILL)
     await worker.start()
-    fleet = Fleet(
+    fleet = FleetLoad(
         discover((worker.address,), key="prefill"),
         discover((), key="decode"),
         discover((), key="routers"),
