@@ -22,7 +22,7 @@ from engine.layers import linear_kernel
 
 CHUNK = 512  # tokens of a prompt that are multiplied at once
 READ_S = 0.5  # as long as a row takes
-_READ_SHAPE = (32_768, 2048)  # of float32: more than caches hold
+READ_SHAPE = (32_768, 2048)  # of float32: more than caches hold
 _REPETITIONS = 5
 _HOPELESS = 2.0  # what takes so many times as long as the fastest is not repeated
 _LONG_S = 2.0  # after which products of one shape are not repeated
@@ -96,8 +96,18 @@ def shapes_of(config: dict[str, int]) -> list[tuple[tuple[int, int], int]]:
 class Machine:
     """Measures again and again with what it has packed once: the model's weights in every way that multiplies them."""
 
-    def __init__(self, rows: Sequence[Row], config: dict[str, int], dtype: str, num_threads: int) -> None:
-        self._num_threads = num_threads
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        config: dict[str, int],
+        dtype: str,
+        num_threads: int,
+        *,
+        read_s: float = READ_S,
+        read_shape: tuple[int, int] = READ_SHAPE,
+    ) -> None:
+        """Memory of `read_shape` (float32) is read for `read_s`."""
+        self._num_threads, self._read_for_s = num_threads, read_s
         torch.set_num_threads(num_threads)
         choice = choose(AUTO)
         self._kernels = None if choice.instruction_set == TORCH else Kernels(choice, num_threads)
@@ -107,7 +117,7 @@ class Machine:
         self._step_tokens = sorted(self._decoded | prompts)
         self._shapes = shapes_of(config) if self._step_tokens else []
         self._weights = [self._ways(torch.full(shape, 0.01)) for shape, _ in self._shapes]
-        self._memory = torch.ones(_READ_SHAPE)
+        self._memory = torch.ones(read_shape)
         self._packed_memory = None if self._kernels is None else self._kernels.pack(self._memory, None)
 
     def measure(self) -> Limit:
@@ -137,15 +147,15 @@ class Machine:
 
     def _read_s(self) -> tuple[float, float]:
         """Seconds to read the memory once, as a sum and as a product with one token do: of the shortest read, and the
-        mean over `READ_S` of the better way."""
+        mean over `read_s` of the better way."""
         ways: list[Callable[[], object]] = [self._memory.sum]
         if self._packed_memory is not None:
-            ways.append(_product(self._packed_memory, torch.ones(1, _READ_SHAPE[1])))
+            ways.append(_product(self._packed_memory, torch.ones(1, self._memory.shape[1])))
         shortest, means = [], []
         for read in ways:
             read()
             each: list[float] = []
-            while sum(each) < READ_S:
+            while sum(each) < self._read_for_s:
                 each.append(_seconds(read))
             shortest.append(min(each))
             means.append(sum(each) / len(each))

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; changes no content
 _SLICE_BYTES = 2 << 20  # of one call, which holds a lock that allocations of other threads need
 _NICE = 10  # whatever has work to do comes first
-_DELAY_S = 5.0  # a worker that starts has better things to do, and its first answers, too
+DELAY_S = 5.0  # a worker that starts has better things to do, and its first answers, too
 # Shares of a core's time. If others want the core, the smaller one: it makes 40 MB/s on the slowest machines, and
 # prompts fill a cache more slowly. If the core is idle, the larger one, so that pages are made before many requests
 # come.
@@ -33,8 +33,9 @@ _SHARE, _LONE_SHARE = 0.1, 0.5
 _IS_LONE = 0.9  # the part of a slice's time that the thread ran, from which on it was alone
 
 
-def prepare_pages(tensor: torch.Tensor) -> None:
-    """Asks for huge pages under `tensor`, which has to be contiguous, and has a thread of low priority make them.
+def prepare_pages(tensor: torch.Tensor, *, delay_s: float = DELAY_S) -> None:
+    """Asks for huge pages under `tensor`, which has to be contiguous, and has a thread of low priority make them, after
+    `delay_s`.
 
     For memory that was not written yet: existing pages stay as they are. `tensor` may be used meanwhile. Does nothing
     on devices and on other systems, or if the kernel declines.
@@ -48,11 +49,11 @@ def prepare_pages(tensor: torch.Tensor) -> None:
     if error := _advise(start, end, mmap.MADV_HUGEPAGE):
         log.debug("no huge pages", extra={"reason": error})
     # The thread keeps `tensor` alive, so that no other memory takes its address.
-    threading.Thread(target=_populate, args=(tensor, start, end), name="kv-pages", daemon=True).start()
+    threading.Thread(target=_populate, args=(tensor, start, end, delay_s), name="kv-pages", daemon=True).start()
 
 
-def _populate(tensor: torch.Tensor, start: int, end: int) -> None:  # noqa: ARG001
-    time.sleep(_DELAY_S)
+def _populate(tensor: torch.Tensor, start: int, end: int, delay_s: float) -> None:  # noqa: ARG001
+    time.sleep(delay_s)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     for begin in range(start, end, _SLICE_BYTES):
         wall_s, own_s = time.perf_counter(), time.thread_time()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import limit as bench_limit
 from bench.engine_systems import Row
 from bench.limit import Limit, Machine, best_s, shapes_of
 
@@ -57,12 +56,11 @@ def test_one_token_is_held_to_reading_at_best_and_sustained() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_row_that_multiplies_is_measured(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_limit, "READ_S", 0.01)
-    monkeypatch.setattr(bench_limit, "_READ_SHAPE", (64, 2048))
+def test_every_row_that_multiplies_is_measured(dtype: str) -> None:
     before = torch.get_num_threads()
     try:
-        limit = Machine([Row(1, 600), Row(1, 16, 2), Row(8, 16, 2)], CONFIG, dtype, 1).measure()
+        rows = [Row(1, 600), Row(1, 16, 2), Row(8, 16, 2)]
+        limit = Machine(rows, CONFIG, dtype, 1, read_s=0.01, read_shape=(64, 2048)).measure()
     finally:
         torch.set_num_threads(before)
     assert sorted(limit.gflop_s) == [8, 512]

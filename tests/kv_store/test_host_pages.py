@@ -10,7 +10,6 @@ import threading
 import pytest
 import torch
 
-from kv_store import host_pages
 from kv_store.host_pages import prepare_pages
 
 NUM_BYTES = 32 << 20
@@ -32,14 +31,13 @@ def page_threads() -> set[threading.Thread]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
 @pytest.mark.slow
-def test_pages_are_made_and_keep_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pages, "_DELAY_S", 0.0)
+def test_pages_are_made_and_keep_what_was_written() -> None:
     # Fresh from the kernel: `torch.empty` may give memory that a test before has touched.
     tensor = torch.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=torch.uint8)
     tensor[: 4 << 20] = 7  # written before, and while the thread runs
     assert num_resident(tensor) < NUM_BYTES // 2
     others = page_threads()  # of tests before
-    prepare_pages(tensor)
+    prepare_pages(tensor, delay_s=0.0)
     tensor[-(4 << 20) :] = 9
     for thread in page_threads() - others:
         thread.join(60.0)
