@@ -10,6 +10,7 @@ from functools import partial
 from common.batch_time import BatchTime, Regime
 from common.batch_time_fit import FitError, MeasuredStep, fit, fit_quadratic, model_errors, quadratic_errors
 from common.config import EngineSettings
+from common.errors import StartupError
 from engine.learning.key import key_of
 from engine.learning.quick import limits_of
 from engine.local.device import LocalDevice
@@ -43,7 +44,10 @@ class Profile:
 def make_profile(
     device: LocalDevice, settings: EngineSettings, *, minutes: float, progress: Callable[[str, float], None]
 ) -> Profile:
-    """Takes `minutes`. `progress` hears what is done, and which share of it."""
+    """Takes `minutes`. `progress` hears what is done, and which share of it.
+
+    Raises `StartupError` with one line if so few steps were measured that nothing can be fitted to them.
+    """
     device.kv_cache.normal_(0, _KV_SPREAD)
     seconds = 60 * minutes
     limits = limits_of(device, settings)
@@ -55,7 +59,10 @@ def make_profile(
     progress(PARTS[2], 0.0)
     workload = measure_workload(device, settings, seconds=0.2 * seconds, seed=3)
     progress(PARTS[2], 1.0)
-    time = fit(key_of(device, settings), fitted)
+    try:
+        time = fit(key_of(device, settings), fitted)
+    except ValueError as error:
+        raise StartupError(f"{error}; measure for longer (--minutes)") from error
     quadratic = fit_quadratic(fitted)
     comparisons = [
         Comparison(what, regime, model_errors(time, own), quadratic_errors(quadratic, own))
