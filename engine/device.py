@@ -1,7 +1,7 @@
 """The door between the engine and what computes: values go in, values come out.
 
-Behind it stand the model on this process's own device (`engine.local`), and the tests' fake. The engine's core knows no
-more of a device than this file says, and no torch.
+Behind it stand the model on this process's own device (`engine.local`), none at all (`engine.simulated`), and the
+tests' fake. The engine's core knows no more of a device than this file says, and no torch.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading these
     from engine.device import Device
     from engine.learning.report import BatchTimeReporter
+    from engine.local.device import LocalDevice
+    from engine.simulated.device import SimulatedDevice
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,6 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     from engine.core import EngineCore
     from engine.learning.report import BatchTimeReporter
     from engine.learning.start import start_learning
-    from engine.local.device import LocalDevice
     from engine.sampling.grammars import GrammarCompiler
     from engine.speculation.draft_model import load_draft_model
     from kv_store.base import ConnectorConfig
@@ -139,7 +140,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     connector = create_connector(settings.connector, config)
     store = create_store(settings.connector, settings.store, config)
-    device = LocalDevice(Path(bootstrap.model_dir), settings)
+    device = _device(Path(bootstrap.model_dir), settings)
     compile_grammar = GrammarCompiler(
         Path(bootstrap.model_dir) / "tokenizer.json", device.info.vocab_size, device.info.eos_token_ids
     )
@@ -167,6 +168,14 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner))
     while True:
         loop.turn()
+
+
+def _device(model_dir: Path, settings: WorkerSettings) -> LocalDevice | SimulatedDevice:
+    from engine.local.device import LocalDevice
+    from engine.local.device_choice import SIMULATED
+    from engine.simulated.device import SimulatedDevice
+
+    return (SimulatedDevice if settings.device == SIMULATED else LocalDevice)(model_dir, settings)
 
 
 def _recorded(device: Device, settings: WorkerSettings) -> Device:

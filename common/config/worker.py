@@ -36,7 +36,16 @@ class EngineSettings(ModelSettings):
         "auto",
         description="of weights, activations and KV; auto: the model's own, or float32 on a CPU that is slow in it",
     )
-    device: str = Field("auto", description="cpu, cuda or cuda:N; auto: a CUDA device if there is one, else cpu")
+    device: str = Field(
+        "auto",
+        description="cpu, cuda, cuda:N, or simulated: no weights, and steps take the time that --simulated-time says; "
+        "auto: a CUDA device if there is one, else cpu",
+    )
+    simulated_time: str = Field(
+        "h100-8b",
+        description="of --device simulated: a file that baton profile wrote, or h100-8b, 4xh100-70b or xeon-135m, "
+        "which are computed from data sheets",
+    )
     kernels: Literal["auto", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16", "torch"] = Field(
         "auto", description="instruction set of the CPU kernels; auto: the best that this CPU has; torch: none"
     )

@@ -16,22 +16,27 @@ from engine.learning.observed_device import ObservedDevice
 from engine.learning.quick import quick_model
 from engine.learning.step_trace import StepTrace
 from engine.local.device import LocalDevice
+from engine.simulated.device import SimulatedDevice
 
 log = logging.getLogger(__name__)
 
 
 def start_learning(
-    device: LocalDevice, settings: EngineSettings, step_trace: str = ""
+    device: LocalDevice | SimulatedDevice, settings: EngineSettings, step_trace: str = ""
 ) -> tuple[ObservedDevice, Learner]:
     """The device that is learned from, and who learns. To be called before the first request, after `warm_up`.
 
     `step_trace` names a file for a trace of steps. Raises `ConfigError` if it cannot be written.
     """
-    key = key_of(device, settings)
-    model, source = _kept_model(settings.cache_dir, key), Source.FILE
-    if model is None:
-        model = quick_model(device, key, settings)
-        source = Source.NONE if model is None else Source.QUICK
+    model: BatchTime | None
+    if isinstance(device, SimulatedDevice):
+        key, model, source = device.time.key, device.time, Source.FILE
+    else:
+        key = key_of(device, settings)
+        model, source = _kept_model(settings.cache_dir, key), Source.FILE
+        if model is None:
+            model = quick_model(device, key, settings)
+            source = Source.NONE if model is None else Source.QUICK
     log.info("times of steps", extra={"source": str(source)})
     learner = Learner(key, model, source, time.monotonic())
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 AUTO = "auto"
+SIMULATED = "simulated"
 _DRIVER = "libcuda.so.1"
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ def choose_device(
     """`asked` is --device. If a device was asked for, it is taken, and the reason names auto's choice if that differs.
     So a device that one process chose for all others keeps its reason. With cpu no device is looked for: that would
     initialise CUDA."""
+    if asked == SIMULATED:
+        return DeviceChoice(SIMULATED, "as set")
     if asked == "cpu":
         return DeviceChoice("cpu", "as set" if driver() else "there is no CUDA device")
     auto = _auto(num_devices, problem)

@@ -1,0 +1,92 @@
+"""A simulated fleet answers as one simulated device does: over connectors, from prefixes, and after a kill."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from common.batch_time import StepShape
+from common.config import EngineSettings
+from common.sampling import SamplingParams
+from engine.sampling.draws import draw
+from engine.simulated.data_sheet import simulated_time
+from engine.simulated.device import SimulatedDevice
+from engine.step import StepRow
+from tests.chaos.tiny_model import random_prompt
+from tests.integration.stack import Fleet, kill, running
+from tests.integration.tiny import tiny_fleet
+from tests.nixl import skip_without_nixl
+
+NUM_TOKENS = 24
+LIKELIEST = draw(SamplingParams(temperature=0.0), 0)
+
+
+def start(folder: Path, connector: str, prefill: int, decode: int) -> Fleet:
+    flags = ("--device=simulated", "--simulated-time=xeon-135m", f"--connector={connector}", "--max-model-len=2048")
+    return tiny_fleet(folder, *flags, prefill=prefill, decode=decode, router_flags=("--min-remote-tokens=1",))
+
+
+def reference(folder: Path, prompt: list[int]) -> list[int]:
+    settings = EngineSettings(device="simulated", num_blocks=64, max_model_len=1024)
+    device = SimulatedDevice(folder / "model", settings, sleep=lambda _: None, clock=iter(range(10**6)).__next__)
+    tokens, start_at = list(prompt), 0
+    while len(tokens) < len(prompt) + NUM_TOKENS:
+        row = StepRow(
+            token_ids=tokens[start_at:], num_computed_tokens=start_at, block_ids=list(range(64)), draw=LIKELIEST
+        )
+        (token,) = device.execute([row])
+        assert token is not None
+        start_at = len(tokens)
+        tokens.append(token.token_id)
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("connector", ["shared_storage", "nixl"])
+def test_answers_are_those_of_one_device(tmp_path: Path, connector: str) -> None:
+    skip_without_nixl(connector)
+    prompts = [random_prompt(random.Random(number), 40 + 37 * number) for number in range(6)]
+    prompts += [[*prompt, 7, 8, 9] for prompt in prompts]
+    fleet = start(tmp_path, connector, 2, 2)
+    with running(fleet), fleet.client() as client:
+
+        def ask(prompt: list[int]) -> tuple[list[int], int]:
+            answer = client.generate(prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True).result()
+            assert not answer.report.fallback_reason
+            return list(answer.token_ids), answer.report.num_blocks_moved
+
+        expected = [reference(tmp_path, prompt) for prompt in prompts]
+        moved = 0
+        for _ in range(2):
+            with ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(ask, prompts))
+            assert [tokens for tokens, _ in answers] == expected
+            moved += sum(num_blocks for _, num_blocks in answers)
+        assert moved
+        fleet.settle()
+
+
+def test_a_killed_worker_s_answer_goes_on_elsewhere(tmp_path: Path) -> None:
+    prompt = random_prompt(random.Random(3), 100)
+    fleet = start(tmp_path, "shared_storage", 1, 2)
+    with running(fleet), fleet.client() as client:
+        expected = reference(tmp_path, prompt)
+        answer = client.generate(prompt, max_tokens=400, temperature=0.0, ignore_eos=True)
+        next(iter(answer))
+        kill(fleet.busy("decode").process)
+        assert list(answer.result().token_ids)[:NUM_TOKENS] == expected
+        assert answer.result().report.num_migrations == 1
+
+
+def test_a_fleet_is_as_fast_as_its_model_says(tmp_path: Path) -> None:
+    """Not faster; how much slower it is depends on this machine."""
+    prompt = random_prompt(random.Random(5), 64)
+    fleet = start(tmp_path, "shared_storage", 1, 1)
+    decode = StepShape(num_decodes=1, decode_context=64, longest_context=64, num_head_rows=1)
+    with running(fleet), fleet.client() as client:
+        begin = time.monotonic()
+        client.generate(prompt, max_tokens=40, temperature=0.0, ignore_eos=True).result()
+        assert time.monotonic() - begin > 39 * simulated_time("xeon-135m").time.seconds(decode)
