@@ -591,6 +591,7 @@ inline int64_t grouped_panel_bytes(int32_t layout, int64_t k);
 inline void compute_grouped(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch);
 #if BATON_TILES
 inline void compute_in_tiles(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch);
+inline void compute_int4_in_tiles(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch);
 #endif
 
 // Stretch of k, from `start` to `stop`, of a panel's products. What comes before is in `partial`, [rows, PANEL], unless
@@ -776,8 +777,19 @@ void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, i
 struct Tasks {
     int64_t blocks, panels, per_task, count;  // `count` tasks for each block, of `per_task` panels
     bool is_weight_larger;                    // what is larger comes from memory, and only once
+    int64_t m;
 
-    Tasks(const Team& team, const Product& p, int64_t m) {
+    // Where a block begins: with tiles, behind whole ones.
+    int64_t first_row(int64_t block) const {
+        const int64_t row = m * block / blocks;
+#if BATON_TILES
+        return std::min(m, round_up(row, 2 * TILE_ROWS));
+#else
+        return row;
+#endif
+    }
+
+    Tasks(const Team& team, const Product& p, int64_t rows) : m(rows) {
         constexpr int64_t BLOCK_BYTES = 320 << 10;
         constexpr int64_t TASK_BYTES = 48 << 10;  // of weights, so that claiming a task costs little
         const int64_t bytes = p.kind == GROUPED ? grouped_panel_bytes(p.layout, p.k) : panel_bytes(p.kind, p.k);
@@ -816,14 +828,18 @@ inline void compute_task(const Product& p, int64_t row, int64_t rows, int64_t fi
 #endif
         case INT8: return compute_block<INT8>(p, row, rows, first, count, scratch);
         case GROUPED: return compute_grouped(p, row, rows, first, count, scratch);
+#if BATON_TILES
+        default: return compute_int4_in_tiles(p, row, rows, first, count, scratch);
+#else
         default: return compute_block<INT4>(p, row, rows, first, count, scratch);
+#endif
     }
 }
 
 inline void multiply(Team& team, const Product& p, int64_t m) {
     const Tasks tasks(team, p, m);
     for_tasks(team, tasks, [&](int64_t block, int64_t task, int thread) {
-        const int64_t row = m * block / tasks.blocks, rows = m * (block + 1) / tasks.blocks - row;
+        const int64_t row = tasks.first_row(block), rows = tasks.first_row(block + 1) - row;
         const int64_t first = task * tasks.per_task, count = std::min(tasks.per_task, tasks.panels - first);
         compute_task(p, row, rows, first, count, static_cast<float*>(team.scratch(thread, 4 * scratch_floats(rows))));
     });
@@ -880,7 +896,7 @@ void find_best(Team& team, Product p, int64_t m, Best* to, float* kept, int64_t 
     const Tasks tasks(team, p, m);
     auto* bests = static_cast<Best*>(memory(sizeof(Best) * m * tasks.count));
     for_tasks(team, tasks, [&](int64_t block, int64_t task, int thread) {
-        const int64_t row = m * block / tasks.blocks, rows = m * (block + 1) / tasks.blocks - row;
+        const int64_t row = tasks.first_row(block), rows = tasks.first_row(block + 1) - row;
         const int64_t first = task * tasks.per_task, count = std::min(tasks.per_task, tasks.panels - first);
         const int64_t column = first * PANEL, columns = std::min(count * PANEL, p.n - column);
         auto* scratch = static_cast<float*>(team.scratch(thread, 4 * (scratch_floats(rows) + rows * columns)));

@@ -90,9 +90,6 @@ inline void finish_rows(const Product& p, int64_t row, int64_t rows, int64_t col
             finish_vector(p, row + r, column + c, load(sums + r * columns + c));
 }
 
-// What a thread needs beside the tiles: what stands behind the last whole step of each panel, and sums on their way out.
-constexpr int64_t TILE_SCRATCH = 2 * STEP_BYTES / 4 + 4 * TILE_ROWS * TILE_COLUMNS;
-
 template <int ROWS, int PANELS>
 void compute_tile_block(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t ahead, float* scratch) {
     using Block = TileBlock<ROWS, PANELS>;
@@ -143,6 +140,92 @@ inline void compute_in_tiles(const Product& p, int64_t row, int64_t rows, int64_
         else
             compute_tile_block<1, 1>(p, row + whole, others, panel + i, ahead, scratch);
         i += at_once;
+    }
+}
+
+// Sums of a group [rows, PANEL], of which `group` is the head: they are scaled, and added to `totals`.
+inline void add_groups_sums(float* totals, const float* sums, int64_t rows, const float* group, const float* x_sums,
+                            int64_t x_sums_stride) {
+    Floats scales[2], minima[2];
+    for (int c = 0; c < 2; c++) {
+        const Words pair = load_as<Words>(group + c * LANES);
+        scales[c] = even(pair), minima[c] = odd(pair) - even(pair) * INT4_EXCESS;
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int c = 0; c < 2; c++) {
+            const int64_t at = r * PANEL + c * LANES;
+            store(totals + at, load(totals + at) + load(sums + at) * scales[c] +
+                                   broadcast(x_sums[r * x_sums_stride]) * minima[c]);
+        }
+}
+
+// `rows` rows of x times `k` weights of a panel, added to `totals` [rows, PANEL]. `group(i)` is the `i`-th group as
+// `widen_panel` leaves it, and is called for the next one before that is multiplied. While tiles multiply a group, vectors
+// add up the one before, whose sums are at `sums`.
+template <int ROWS, class Group>
+void run_groups(float* totals, float* sums, const Product& p, int64_t row, int64_t rows, int64_t start, int64_t k,
+                const Group& group) {
+    using Block = TileBlock<ROWS, 1>;
+    const auto* first = static_cast<const bf16*>(p.a) + row * p.stride;
+    const float* x_sums = int4_sums(p, first, start);
+    const int64_t x_sums_stride = int4_sums_stride(p.stride), count = (k + INT4_GROUP - 1) / INT4_GROUP;
+    const float *before = nullptr, *now = group(0);
+    for (int64_t i = 0; i < count; i++) {
+        const float* next = i + 1 < count ? group(i + 1) : nullptr;
+        Block::zero();
+        Block::run(first + start + i * INT4_GROUP, p.stride * 2, reinterpret_cast<const uint8_t*>(now + PANEL), 0,
+                   INT4_GROUP / TILE_DEPTH, 0);
+        if (i > 0) add_groups_sums(totals, sums, rows, before, x_sums + i - 1, x_sums_stride);
+        Block::store(sums, PANEL * 4);
+        before = now;
+        now = next;
+    }
+    add_groups_sums(totals, sums, rows, before, x_sums + count - 1, x_sums_stride);
+}
+
+// The same with INT4: each group is widened to bfloat16, which holds it exactly, and its sums are scaled. With
+// many rows a stretch of a panel is widened once; with few a group at a time, so that it stays in the nearest cache.
+inline void compute_int4_in_tiles(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch) {
+    constexpr int64_t WHOLE = 2 * TILE_ROWS, SUMS_SIZE = WHOLE * PANEL, LENGTH = MAX_STRETCH - K_MULTIPLE;
+    static_assert(wide_floats(LENGTH) + SUMS_SIZE <= wide_floats(MAX_STRETCH));  // see scratch_floats
+    constexpr int64_t AT_ONCE = 4;  // groups: the one before, the one that is multiplied, the next one
+    const int64_t bytes = panel_bytes(INT4, p.k), whole = rows / WHOLE * WHOLE, others = rows - whole;
+    float *wide = scratch, *sums = scratch + wide_floats(LENGTH), *totals = sums + SUMS_SIZE;
+    for (int64_t i = panel; i < panel + panels; i++) {
+        const uint8_t* packed = p.packed + i * bytes;
+        std::memset(totals, 0, rows * PANEL * sizeof(float));
+        if (rows <= WHOLE) {
+            auto group = [&](int64_t number) {
+                const uint8_t* from = packed + number * group_bytes(INT4);
+                float* to = wide + number % AT_ONCE * wide_group_words(INT4);
+                for (int64_t line = 0; line < group_bytes(INT4); line += 64) __builtin_prefetch(from + 8192 + line, 0, 2);
+                widen_panel<INT4>(from, INT4_GROUP, to);
+                return to;
+            };
+            const Tiles tiles(shapes_for(rows));
+            if (rows > TILE_ROWS)
+                run_groups<2>(totals, sums, p, row, rows, 0, p.k, group);
+            else
+                run_groups<1>(totals, sums, p, row, rows, 0, p.k, group);
+        }
+        for (int64_t start = 0; start < p.k && rows > WHOLE; start += LENGTH) {
+            const int64_t k = std::min(p.k - start, LENGTH);
+            auto group = [&](int64_t number) { return wide + number * wide_group_words(INT4); };
+            widen_panel<INT4>(packed + panel_bytes(INT4, start), k, wide);
+            {
+                const Tiles tiles(shapes_for(WHOLE));
+                for (int64_t at = 0; at < whole; at += WHOLE)
+                    run_groups<2>(totals + at * PANEL, sums, p, row + at, WHOLE, start, k, group);
+            }
+            if (others == 0) continue;
+            const Tiles tiles(shapes_for(others));
+            float* own = totals + whole * PANEL;
+            if (others > TILE_ROWS)
+                run_groups<2>(own, sums, p, row + whole, others, start, k, group);
+            else
+                run_groups<1>(own, sums, p, row + whole, others, start, k, group);
+        }
+        finish_rows(p, row, rows, i * PANEL, PANEL, totals);
     }
 }
 

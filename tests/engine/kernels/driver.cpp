@@ -90,7 +90,7 @@ void products(Team* team) {
             for (int64_t k : {1, 33, 130, 1100}) {
                 Packed packed(team, Kind(kind), n, k);
                 if (kind == F32 || kind == BF16) rows_looked_up(team, packed);
-                for (int64_t m : {1, 2, 5, 30}) {
+                for (int64_t m : {1, 2, 5, 30, 50}) {
                     const auto x = numbers<T>(m * k);
                     std::vector<T> out(m * n);
                     const bool is_bf16 = sizeof(T) == 2;
@@ -308,7 +308,7 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
 // MLPs of different numbers of rows, and none, in one call.
 void mlps(Team* team) {
     const int64_t hidden = 70, inner = 45;
-    const std::vector<int64_t> num_rows{3, 0, 1, 30};
+    const std::vector<int64_t> num_rows{3, 0, 1, 50};
     for (int kind = 0; kind < NUM_KINDS; kind++) {
         std::vector<Packed> gate_ups, downs;
         std::vector<Linear> gate_up_linears, down_linears;
@@ -317,8 +317,8 @@ void mlps(Team* team) {
             downs.emplace_back(team, Kind(kind), hidden, inner, 1 / std::sqrt(float(inner)));
             gate_up_linears.push_back(gate_ups.back().linear), down_linears.push_back(downs.back().linear);
         }
-        const auto x = numbers<float>(34 * hidden);
-        std::vector<float> out(34 * hidden);
+        const auto x = numbers<float>(54 * hidden);
+        std::vector<float> out(54 * hidden);
         baton_mlps(team, gate_up_linears.data(), down_linears.data(), SILU, num_rows.data(), 4, x.data(), out.data());
         Doubles expected;
         for (size_t i = 0, row = 0; i < num_rows.size(); i++)
