@@ -45,13 +45,9 @@ def built_variants() -> list[str]:
     return [name for name in VARIANTS if library_file(name).exists()]
 
 
-def choose(wanted: str = AUTO, weights: str = "") -> Choice:
-    """`wanted` is the setting `kernels`, and `weights` a dtype, int8 or int4.
-
-    Raises `StartupError` if `wanted` names one that cannot run here."""
-    return choose_among(
-        wanted, cpu_instruction_sets(), built_variants(), os.environ, read_cpu(), refused_by_system(), weights
-    )
+def choose(wanted: str = AUTO) -> Choice:
+    """`wanted` is the setting `kernels`. Raises `StartupError` if it names one that cannot run here."""
+    return choose_among(wanted, cpu_instruction_sets(), built_variants(), os.environ, read_cpu(), refused_by_system())
 
 
 def choose_among(
@@ -61,9 +57,8 @@ def choose_among(
     environ: Mapping[str, str],
     cpu: Cpu = _UNKNOWN,
     refused: Mapping[str, str] | None = None,
-    weights: str = "",
 ) -> Choice:
-    """`cpu` and `weights` say the order of speed. `refused`: see `refused_by_system`."""
+    """`cpu` says the order of speed. `refused`: see `refused_by_system`."""
     refused = refused or {}
     if wanted == TORCH:
         return Choice(TORCH, "--kernels torch")
@@ -79,7 +74,7 @@ def choose_among(
         return Choice(TORCH, "no kernels were built (make install does, with a C++ compiler)")
     if not possible:
         return Choice(TORCH, "this CPU has no instruction set that there are kernels for")
-    possible = ranked(possible, cpu, weights)
+    possible = ranked(possible, cpu)
     best, reason = possible[-1], "the best that this CPU has"
     if best != max(possible, key=INSTRUCTION_SETS.index):
         reason = f"the fastest on this kind of CPU ({cpu.kind})"

@@ -7,8 +7,8 @@ kind that could go either way, `engine/kernels/trial.py` measures once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from common.cpu import Cpu
 
@@ -25,7 +25,6 @@ class Kind:
     family: int
     models: frozenset[int]  # empty: all of the family
     order: tuple[str, ...]  # slowest first
-    order_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # for weights with an order of their own
 
     def fits(self, cpu: Cpu) -> bool:
         is_family = (self.vendor, self.family) == (cpu.vendor, cpu.family)
@@ -35,23 +34,14 @@ class Kind:
 _MEASURED = (
     Kind("AuthenticAMD", 25, frozenset(), INSTRUCTION_SETS),  # Zen 4; Zen 3 has AVX2 only
     Kind("AuthenticAMD", 26, frozenset(), INSTRUCTION_SETS),  # Zen 5
-    # Sapphire and Emerald Rapids: bfloat16 at half the rate of float32. It decides if a hypervisor hides AMX, and for
-    # int4, which only avx512 widens to float32.
-    Kind(
-        "GenuineIntel",
-        6,
-        frozenset({143, 207}),
-        ("avx2", "avx512_bf16", "avx512", "amx"),
-        {"int4": ("avx2", "avx512_bf16", "amx", "avx512")},
-    ),
+    # Sapphire and Emerald Rapids: bfloat16 at half the rate of float32. It decides if a hypervisor hides AMX.
+    Kind("GenuineIntel", 6, frozenset({143, 207}), ("avx2", "avx512_bf16", "avx512", "amx")),
 )
 
 
-def ranked(names: Collection[str], cpu: Cpu, weights: str = "") -> list[str]:
-    """The instruction sets `names`, slowest first as far as this kind of CPU was measured. `weights`: a dtype, int8 or
-    int4."""
-    kind = next((kind for kind in _MEASURED if kind.fits(cpu)), None)
-    order = INSTRUCTION_SETS if kind is None else kind.order_of.get(weights, kind.order)
+def ranked(names: Collection[str], cpu: Cpu) -> list[str]:
+    """The instruction sets `names`, slowest first as far as this kind of CPU was measured."""
+    order = next((kind.order for kind in _MEASURED if kind.fits(cpu)), INSTRUCTION_SETS)
     return sorted(names, key=order.index)
 
 

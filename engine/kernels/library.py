@@ -471,16 +471,14 @@ def choose_kernels(
         if wanted not in (AUTO, TORCH):
             raise StartupError(f"--kernels {wanted} needs --device cpu: on {device} they would not be used")
         return Choice(TORCH, "the kernels are for CPUs"), SHIPPED
-    dtype_name = str(dtype).removeprefix("torch.")
-    weights = dtype_name if quantization == "none" else quantization
-    choice = choose(wanted, weights)
+    choice = choose(wanted)
     if dtype not in DTYPES:
         choice = Choice(TORCH, f"there are none for {dtype}")
     if quantization != "none" and choice.instruction_set == TORCH:
         raise StartupError(f"--quantization {quantization} needs the CPU kernels: {choice.reason}")
     if choice.instruction_set == TORCH or cache_dir is None:
         return choice, SHIPPED
-    cpu = read_cpu()
+    cpu, dtype_name = read_cpu(), str(dtype).removeprefix("torch.")
     tuned = load_tuned(cache_dir, TunedFor(cpu.kind or cpu.name, model, dtype_name, quantization))
     if tuned is not None and tuned.instruction_set in (choice.instruction_set, *choice.slower):
         file = tuned_file(cache_dir)
@@ -490,5 +488,5 @@ def choose_kernels(
     if choice.rivals:
         from engine.kernels.trial import tried  # which needs this module
 
-        choice = tried(choice, cpu, weights, cache_dir)
+        choice = tried(choice, cpu, dtype_name if quantization == "none" else quantization, cache_dir)
     return choice, SHIPPED

@@ -70,12 +70,6 @@ def test_kinds_that_were_measured(vendor: str, family: int, model: int, has: lis
         assert choice.reason == f"the fastest on this kind of CPU ({cpu.kind})"
 
 
-def test_int4_has_an_order_of_its_own() -> None:
-    cpu, x86 = Cpu("a Xeon", frozenset(), vendor="GenuineIntel", family=6, model=207), [*X86, "amx"]
-    assert choose_among(AUTO, x86, x86, {}, cpu, weights="int4").instruction_set == "avx512"
-    assert choose_among(AUTO, x86, x86, {}, cpu, weights="int8").instruction_set == "amx"
-
-
 def test_a_variable_that_hides_tiles_leaves_the_fastest_of_the_rest() -> None:
     cpu = Cpu("a Xeon", frozenset(), vendor="GenuineIntel", family=6, model=207)
     for value in ("AVX512_CORE_BF16", "AVX512_CORE"):
@@ -175,7 +169,7 @@ def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path, monkeypatc
 def test_engines_on_an_unknown_kind_take_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weak, strong = VARIANTS[-2:]
     unknown = Choice(strong, "the best that this CPU has", (weak, strong), (weak,))
-    monkeypatch.setattr(library, "choose", lambda *_: unknown)
+    monkeypatch.setattr(library, "choose", lambda wanted: unknown)
     made_up(monkeypatch, weaker_is_faster=True)
     given = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
     assert choose_kernels(AUTO, **given, cache_dir=str(tmp_path))[0].instruction_set == weak  # type: ignore[arg-type]
