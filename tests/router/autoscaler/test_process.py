@@ -278,8 +278,8 @@ async def test_keda_needs_a_certificate_if_the_fleet_has_them(tmp_path: Path) ->
     [
         ("server._decide", "decisions"),
         ("server.http.Server.run", "status page"),
-        ("fleet._Followers.run", "follow the fleet"),
-        ("fleet._keep_reading", "follow 127.0.0.1:1"),  # one worker, which would count as absent ever after
+        ("fleet_load._Followers.run", "follow the fleet"),
+        ("fleet_load._keep_reading", "follow 127.0.0.1:1"),  # one worker, which would count as absent ever after
     ],
 )
 async def test_it_ends_with_a_task_that_it_stands_on(
