@@ -97,7 +97,7 @@ async def test_both_clients_have_all_calls(router: tuple[FakeRouter, str]) -> No
     rpcs = [name for file in files for one in file.services_by_name.values() for name in one.methods_by_name]
     names = {re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower().removeprefix("list_").removeprefix("get_") for name in rpcs}
     for kind in (Client, AsyncClient):
-        assert {name for name in vars(kind) if not name.startswith("_")} == {*names, "close"}
+        assert {name for name in dir(kind) if not name.startswith("_")} == {*names, "close"}
 
 
 async def test_what_one_reader_left_of_an_answer_is_there_for_the_next(router: tuple[FakeRouter, str]) -> None:

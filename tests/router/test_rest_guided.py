@@ -135,7 +135,10 @@ async def test_a_long_schema_is_counted_in_characters_of_its_text(router: Runnin
     ("schema", "words"),
     [
         ({"properties": {"a": {"enum": [1234567890123456789]}}}, "enum at #/properties/a: 1234567890123456789"),
-        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "oneOf at #/oneOf: two of its branches may hold at once"),
+        (
+            {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+            "oneOf at #/oneOf: two of its branches may hold at once",
+        ),
         ({"multipleOf": -3}, "multipleOf at #: must be above 0, not -3"),
     ],
 )
