@@ -12,6 +12,11 @@ from common.batch_time import FEATURES, MAX_RESIDUAL, BatchTime, BatchTimeKey, R
 from common.errors import StartupError
 
 SCHEMA = 1
+# Beyond these a number is no time of a step, and whoever adds or multiplies such numbers would leave what floats hold.
+MAX_SECONDS = 3600.0  # of a step
+MAX_COEFFICIENT = 1.0  # seconds for one of whatever is counted
+MAX_KNOT = 2.0**24  # tokens
+MAX_QUANTILE = math.log(100.0)
 
 
 class _Regime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,10 +74,16 @@ def _checked(name: Regime, regime: _Regime) -> RegimeTime:
             or len(table.knots) != len(table.seconds)
         ):
             raise ValueError(f"{name} has a table that is none")
+        if table.knots[-1] > MAX_KNOT or table.seconds[-1] > MAX_SECONDS or table.last_slope > MAX_COEFFICIENT:
+            raise ValueError(f"{name} has a table beyond {MAX_SECONDS:.0f} s for {MAX_KNOT:.0f} tokens")
         if list(table.knots) != sorted(set(table.knots)) or list(table.seconds) != sorted(table.seconds):
             raise ValueError(f"{name} has a table that falls")
     if not all(math.isfinite(one) and one >= 0 for one in (*regime.coefficients.values(), regime.p90, regime.p99)):
         raise ValueError(f"{name} has a number below 0, or none")
+    if max(regime.coefficients.values()) > MAX_COEFFICIENT or max(regime.p90, regime.p99) > MAX_QUANTILE:
+        raise ValueError(f"{name} has a coefficient beyond {MAX_COEFFICIENT} s, or a quantile beyond 100 times")
+    if not regime.layers.seconds[-1] + regime.layers.last_slope:
+        raise ValueError(f"{name} has steps that take no time")
     if not all(abs(value) <= MAX_RESIDUAL for _, _, value in regime.residuals):
         raise ValueError(f"{name} has a residual beyond {MAX_RESIDUAL:.2f}")
     return RegimeTime(

@@ -8,9 +8,9 @@ model on this kind of CPU takes its place, and the variant that it found takes t
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -89,7 +89,7 @@ def keep_tuned(cache_dir: str, of: TunedFor, tuned: Tuned | None) -> Path:
         file.unlink(missing_ok=True)
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch = file.with_suffix(f".{uuid4().hex}.tmp")
     scratch.write_text(json.dumps(asdict(_TunedFile(after)), indent=1) + "\n")
     scratch.replace(file)
     return file

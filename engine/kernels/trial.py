@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -116,7 +117,7 @@ def _read(file: Path, names: Sequence[str]) -> Trial | None:
 
 def _keep(file: Path, trial: Trial, names: Sequence[str]) -> Trial:
     """Writes the result unless another worker was first, whose result counts then."""
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch = file.with_suffix(f".{uuid4().hex}.tmp")  # process ids are equal in containers that share the folder
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(asdict(trial), indent=1) + "\n")

@@ -7,6 +7,7 @@ that the steps that were seen have now.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -55,8 +56,9 @@ class Standing:
 
 def _in_thread(work: Callable[[], None]) -> None:
     def run() -> None:
-        if sys.platform == "linux":  # a thread has its own; steps go first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        with contextlib.suppress(OSError):  # steps go first, if this process may say so; a thread has its own priority
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         work()
 
     threading.Thread(target=run, name="learning how long steps take", daemon=True).start()
@@ -86,6 +88,7 @@ class Learner:
         self._refit_s = REFIT_S
         self._fitted_at = now
         self._is_fitting = False
+        self._is_stale = False  # the fit that runs is to steps from before a drift
         self._fitted: BatchTime | None = None  # by the other thread
 
     @property
@@ -126,10 +129,14 @@ class Learner:
             self._widen()
         due = self._fitted_at + (REFIT_S if self.standing.drifts or self.model is None else self._refit_s)
         if not self._is_fitting and self._num_new >= MIN_STEPS and (now >= due or self.model is None):
-            self._is_fitting, self._num_new, self._fitted_at = True, 0, now
+            self._is_fitting, self._is_stale, self._num_new, self._fitted_at = True, False, 0, now
             steps = [step for kept in self._kept.values() for step in kept]
             steps += self._filled(steps)
-            self._beside(lambda: self._fit(steps))
+            try:
+                self._beside(lambda: self._fit(steps))
+            except RuntimeError as error:  # no thread can be started
+                log.warning("nothing is learned of the steps for now", extra={"reason": str(error)})
+                self._is_fitting = False
 
     def _note_drift(self) -> None:
         offs = {regime: _middle(ones) for regime, ones in self._errors.items() if len(ones) >= LOOK_EVERY}
@@ -140,6 +147,7 @@ class Learner:
         self.standing = replace(self.standing, drifts=drifts)
         if drifts:
             self._kept.clear()  # those from before say nothing of how it is now
+            self._num_new, self._is_stale = 0, self._is_fitting
             log.warning(
                 "steps take other times than the model of time says; learning anew",
                 extra={"source": str(self.standing.source), "times": round(math.exp(worst), 2)},
@@ -190,6 +198,8 @@ class Learner:
 
     def _adopt(self, model: BatchTime, now: float) -> None:
         self._fitted, self._is_fitting = None, False
+        if self._is_stale:
+            return
         before = self.standing
         was_good = before.error_median <= GOOD_ERROR and not before.drifts and self.model is not None
         self._refit_s = min(2 * self._refit_s, MAX_REFIT_S) if was_good else REFIT_S

@@ -8,6 +8,7 @@ Seconds. A field of the shape that is 0 is left out. `predicted` is null while t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,8 @@ import msgspec
 from common.batch_time import BatchTimeKey, StepShape
 from common.batch_time_fit import MeasuredStep
 from common.errors import StartupError
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1
 _FIELDS = tuple(field.name for field in fields(StepShape))
@@ -49,7 +52,13 @@ class StepTrace:
         self, shape: StepShape, *, predicted: float | None, measured: float, host: float | None, is_clean: bool
     ) -> None:
         counts = {name: count for name in _FIELDS if (count := getattr(shape, name))}
-        self._write(TracedStep(shape=counts, predicted=predicted, measured=measured, host=host, is_clean=is_clean))
+        if self._file.closed:
+            return
+        try:
+            self._write(TracedStep(shape=counts, predicted=predicted, measured=measured, host=host, is_clean=is_clean))
+        except OSError as error:  # a full disk; requests go on
+            log.error("the trace of steps ends", extra={"file": self._file.name, "reason": error.strerror})
+            self._file.close()
 
     def close(self) -> None:
         self._file.close()

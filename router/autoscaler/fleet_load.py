@@ -159,10 +159,10 @@ class FleetLoad:
                     worker.load, worker.state = value_of(load, WorkerLoad), state_of(load.state)
                     worker.reported_at = self._clock()
                     if load.batch_time_version and (load.epoch, load.batch_time_version) != worker.model:
-                        worker.model = load.epoch, load.batch_time_version
                         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
                         time = batch_time_of(info)
                         worker.prompt_rate = None if time is None else prompt_rate(time)
+                        worker.model = load.epoch, load.batch_time_version
 
         try:
             await _keep_reading(self._channels, found.address, read)

@@ -98,13 +98,13 @@ class WorkerWatch:
                 async for load in loads:
                     if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
                         return  # another process answers at this address now: ask who it is
+                    reported = time.monotonic() - REPORT_LAG_S
                     if load.batch_time_version != worker.info.batch_time.version:
                         epoch = worker.info.epoch
                         await self._ask(worker, stub)
                         if worker.info.epoch != epoch:
                             return
                     worker.load = value_of(load, WorkerLoad)
-                    reported = time.monotonic() - REPORT_LAG_S
                     for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
                         worker.reported(key)
                     self._set_state(worker, state_of(load.state), "")

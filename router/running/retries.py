@@ -79,12 +79,12 @@ class Retries:
 
     def allow(self, num_retries: int, error: WorkerLostError) -> None:
         """Counts one more retry, after `num_retries` of the same work; raises `BatonError` if there must be none."""
+        if num_retries >= self.limits.num_retries:
+            raise _given_up(error, num_retries) from error
         if not self.budget.spend(self._clock()):
             metrics.router_retries_refused.inc()
             message = f"worker lost and the retry budget is spent; {error}"
             raise (_overloaded(message, error) if error.code == FULL else UnavailableError(message)) from error
-        if num_retries >= self.limits.num_retries:
-            raise _given_up(error, num_retries) from error
         metrics.router_retries.labels(error.code).inc()
 
     async def pick(self, pick: Callable[[], PickT], deadline: float, lost: WorkerLostError | None) -> PickT:

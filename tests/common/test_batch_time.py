@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +188,24 @@ def test_a_file_gives_the_same_predictions(model: BatchTime, tmp_path: Path) -> 
     again = load(path, KEY)
     assert again == model
     assert decode(encode(again)) == model
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"p90": 800.0}, "a quantile beyond 100 times"),
+        ({"layers": Table((1.0, 2.0), (1e308, 1e308))}, "beyond 3600 s"),
+        ({"layers": Table((1.0, 2e9), (1.0, 2.0))}, "for 16777216 tokens"),
+        ({"head": Table((1.0,), (1.0,), 1e300)}, "beyond 3600 s"),
+        ({"layers": Table()}, "steps that take no time"),
+        ({"coefficients": (2.0,) * len(FEATURES)}, "a coefficient beyond 1.0 s"),
+    ],
+)
+def test_times_that_no_step_takes_are_refused(model: BatchTime, change: dict[str, Any], reason: str) -> None:
+    """A router adds and multiplies what workers say."""
+    regimes = {**model.regimes, Regime.DECODE: replace(model.regimes[Regime.DECODE], **change)}
+    with pytest.raises(ValueError, match=reason):
+        decode(encode(replace(model, regimes=regimes)))
 
 
 @pytest.mark.parametrize(

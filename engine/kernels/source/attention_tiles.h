@@ -303,7 +303,7 @@ class TiledAttention {
                 totals[r] += a + b;
             }
         }
-        const Floats factor = power_of_two(before - now);
+        const Floats factor = either(before == now, broadcast(1.0f), power_of_two(before - now));  // 2^0 is not quite 1
         store(total_ + row, load(total_ + row) * factor + sums(totals));
         float factors[LANES];
         store(factors, factor);

@@ -203,7 +203,7 @@ def test_a_prompt_does_not_depend_on_its_company(variant: str, dtype: torch.dtyp
 
 
 @pytest.mark.skipif("amx" not in VARIANTS, reason="needs AMX")
-@pytest.mark.parametrize("chunk", [4, 7, 64, 200])
+@pytest.mark.parametrize("chunk", [4, 7, 64, 127, 129, 200])
 def test_in_tiles_a_prompt_does_not_depend_on_its_chunks(chunk: int) -> None:
     """As long as each has more rows than are computed without tiles."""
     whole = Case("amx", dtype=torch.bfloat16, window=100)

@@ -107,6 +107,55 @@ def test_drift_is_noticed_told_and_learned(caplog: pytest.LogCaptureFixture) -> 
     assert error(one.model, decodes(8, 300), 1.5) < 0.06
 
 
+def test_drift_long_after_the_last_fit_is_learned_from_steps_of_now() -> None:
+    one = learner(good_model(), Source.FILE)
+    steps = Steps(one)
+    steps.give(MIN_STEPS)
+    steps.now += REFIT_S
+    steps.give(MIN_STEPS)
+    assert one.standing.source is Source.LEARNED
+    steps.now += 1.3 * REFIT_S  # so long that only a drift makes a fit due
+    steps.give(MIN_STEPS)
+    version = one.standing.version
+    while not one.standing.drifts:
+        steps.give(LOOK_EVERY, slowness=3.0)
+    steps.give(LOOK_EVERY, slowness=3.0)
+    assert one.standing.drifts
+    assert one.standing.made_at < steps.now - REFIT_S  # nothing was fitted meanwhile
+    steps.give(MIN_STEPS + LOOK_EVERY, slowness=3.0)
+    assert one.standing.version > version
+    assert error(one.model, decodes(8, 300), 3.0) < 0.1
+
+
+def test_a_fit_that_a_drift_overtakes_is_dropped() -> None:
+    begun: list[Callable[[], None]] = []
+    one = Learner(KEY, good_model(), Source.FILE, 0.0, beside=begun.append)
+    steps = Steps(one)
+    steps.now += REFIT_S
+    steps.give(MIN_STEPS + LOOK_EVERY)
+    assert len(begun) == 1
+    while not one.standing.drifts:
+        steps.give(LOOK_EVERY, slowness=3.0)
+    begun[0]()
+    steps.give(1, slowness=3.0)
+    assert one.standing.source is Source.FILE
+    steps.now += REFIT_S
+    steps.give(MIN_STEPS + LOOK_EVERY, slowness=3.0)
+    assert len(begun) == 2
+
+
+def test_without_another_thread_nothing_is_learned_and_steps_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    def refused(_: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = Learner(KEY, good_model(), Source.FILE, 0.0, beside=refused)
+    steps = Steps(one)
+    steps.now += REFIT_S
+    steps.give(MIN_STEPS + LOOK_EVERY)
+    assert "can't start new thread" in str([vars(record) for record in caplog.records])
+    assert one.standing.source is Source.FILE
+
+
 def test_a_good_model_is_fitted_anew_less_and_less_often() -> None:
     one = learner(good_model(), Source.FILE)
     steps = Steps(one)

@@ -39,6 +39,16 @@ def test_a_line_for_each_step(tmp_path: Path) -> None:
     assert (second["predicted"], second["host"], second["is_clean"]) == (None, None, False)
 
 
+def test_a_full_disk_ends_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = StepTrace(tmp_path / "steps", KEY)
+    trace._file.close()
+    trace._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    for _ in range(3):
+        trace.add(decodes(2, 30), predicted=0.5, measured=0.25, host=0.125, is_clean=True)
+    assert [record.message for record in caplog.records] == ["the trace of steps ends"]
+    assert vars(caplog.records[0])["reason"] == "No space left on device"
+
+
 def test_clean_steps_come_back(tmp_path: Path) -> None:
     trace = StepTrace(tmp_path / "steps", KEY)
     trace.add(decodes(2, 30), predicted=0.5, measured=0.25, host=0.125, is_clean=True)
