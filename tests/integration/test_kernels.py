@@ -27,4 +27,4 @@ def test_each_variant(model_dir: Path, tmp_path: Path, expected: Answers, salt: 
         log = (tmp_path / "up.log").read_text(errors="replace")
     for name, result in results.items():
         assert result.usage.cached_tokens == (len(expected[name].prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE, name
-    assert re.findall(r"\bkernels=(\w+)", log) == [kernels] * 2
+    assert re.findall(r"\bkernels kernels=(\w+)", log) == [kernels] * 2
