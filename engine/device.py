@@ -85,6 +85,14 @@ class Device(ABC):
     def planes(self) -> list[KVPlane]:
         """The KV cache, shard by shard."""
 
+    def check(self, row: StepRow) -> None:
+        """Raises `InternalError` if a row has no new tokens, more than the model takes, or too few blocks for them."""
+        info, end = self.info, row.num_computed_tokens + len(row.token_ids)
+        if not row.token_ids or end > info.max_model_len:
+            raise InternalError(f"a step has {len(row.token_ids)} new tokens up to {end} of {info.max_model_len}")
+        if len(row.block_ids) * info.spec.block_size < end:
+            raise InternalError(f"a step has {len(row.block_ids)} blocks for {end} tokens")
+
     def execute(self, rows: Sequence[StepRow], meanwhile: Callable[[], None] = do_nothing) -> list[SampledToken | None]:
         """One step at once: the tokens that its rows drew. Raises `InternalError` if one of them failed."""
         output = self.compute(rows, meanwhile)

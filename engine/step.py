@@ -8,7 +8,7 @@ K and V of the new tokens are written to their blocks first, then every new toke
 row up to and including itself.
 
 Nothing here refers to a request, a grammar or a device, and nothing here is torch's. So a step can be timed, recorded,
-sent, and computed again elsewhere (`engine.step_record`).
+sent, and computed again elsewhere (`engine.replay`).
 """
 
 from __future__ import annotations
