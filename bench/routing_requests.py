@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.load import arrivals
 from common.block_hash import block_hashes, root_hash
 from common.errors import ConfigError
+from common.traffic import arrivals
 
 TRACE_BLOCK = 512  # tokens that one of a trace's hash ids stands for
 BLOCK_SIZE = 16

@@ -24,8 +24,8 @@ from bench.kv.client import Prompts, StackClient, Timed
 from bench.kv.results import Results
 from bench.kv.settings import QUICK_SETTLE_S, BenchSettings, Progress
 from bench.kv.stacks import stack
-from bench.load import arrivals
 from common.errors import StartupError
+from common.traffic import arrivals
 
 PART = "colocated"
 STACKS = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bench.load import arrivals, loops
+from bench.load import loops
 from bench.load.clients import Asked, Client, ask
 from bench.router.clients import chat
+from common.traffic import arrivals
 
 
 async def closed_loop(client: Client, num_streams: int, max_tokens: int, seconds: float) -> list[Asked]:

@@ -1,66 +1,16 @@
-"""The load generator: when requests come, how long they are, and what their times count from."""
+"""The load generator: what times count from, and its connections."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-import statistics
-from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench.load import arrivals, sizes
 from bench.load.http import HttpConnections, post
 from bench.load.loops import open_loop
 from bench.load.percentiles import percentile, summary
 from tests.bench.test_router_bench import serving
-
-NUM = 20_000
-
-
-@pytest.mark.parametrize(
-    ("times", "cv"),
-    [
-        (lambda: arrivals.poisson(4.0, 1), 1.0),
-        (lambda: arrivals.gamma(4.0, 0.25, 1), 2.0),
-        (lambda: arrivals.gamma(4.0, 16.0, 1), 0.25),
-        (lambda: arrivals.bursts(4.0, 5, 1), math.sqrt(2 * 5 - 1)),
-        (lambda: arrivals.steady(4.0), 0.0),
-    ],
-)
-def test_arrivals_have_their_rate_and_burstiness(times: Callable[[], Iterator[float]], cv: float) -> None:
-    at = arrivals.first(times(), NUM)
-    assert at == arrivals.first(times(), NUM)  # fixed by the seed
-    gaps = [after - before for before, after in itertools.pairwise(at)]
-    assert min(gaps) >= 0
-    assert statistics.fmean(gaps) == pytest.approx(0.25, rel=0.06)
-    assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(cv, rel=0.06, abs=1e-6)
-
-
-def test_a_poisson_process_is_a_gamma_process_of_shape_one() -> None:
-    assert arrivals.first(arrivals.poisson(2.0, 3), 9) == arrivals.first(arrivals.gamma(2.0, 1.0, 3), 9)
-
-
-def test_arrivals_of_a_trace_and_their_end() -> None:
-    assert arrivals.from_trace([105.0, 101.0, 103.0], speed=2.0) == [0.0, 1.0, 2.0]
-    assert arrivals.from_trace([]) == []
-    assert arrivals.until(arrivals.steady(2.0), 1.0) == [0.0, 0.5]
-    with pytest.raises(ValueError, match=r"^rate: "):
-        next(arrivals.poisson(0.0, 1))
-    with pytest.raises(ValueError, match=r"^speed: "):
-        arrivals.from_trace([], speed=-1.0)
-
-
-def test_sizes() -> None:
-    assert list(itertools.islice(sizes.fixed(7), 2)) == [7, 7]
-    some = list(itertools.islice(sizes.uniform(2, 5, 1), 1000))
-    assert {*some} == {2, 3, 4, 5}
-    many = list(itertools.islice(sizes.lognormal(100.0, 1.0, 10, 1000, 1), NUM))
-    assert statistics.median(many) == pytest.approx(100, rel=0.05)
-    assert (min(many), max(many)) == (10, 1000)
-    with pytest.raises(ValueError, match=r"^tokens: "):
-        next(sizes.uniform(5, 2, 1))
 
 
 async def test_times_count_from_when_a_request_was_due() -> None:

@@ -4,8 +4,9 @@ not slow its own load down. Every function gives the same times for the same see
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def poisson(rate: float, seed: int | str | random.Random) -> Iterator[float]:
@@ -40,6 +41,35 @@ def steady(rate: float) -> Iterator[float]:
     return (number / rate for number in itertools.count())
 
 
+def varying(rate_at: Callable[[float], float], most: float, seed: int | str | random.Random) -> Iterator[float]:
+    """Independent requests, `rate_at(seconds)` a second at each moment: a Poisson process of the rate `most`, which
+    `rate_at` never exceeds, thinned (Lewis and Shedler, 1979)."""
+    draw = _random(seed)
+    for at in poisson(most, draw):
+        if draw.random() * most < rate_at(at):
+            yield at
+
+
+def ramp(first: float, last: float, seconds: float, seed: int | str | random.Random) -> Iterator[float]:
+    """From `first` requests a second to `last`, evenly over `seconds`; `last` from then on."""
+    _check_positive(ramp=max(first, last), seconds=seconds)
+    if min(first, last) < 0:
+        raise ValueError(f"ramp: must not be below 0, not {min(first, last)}")
+    return varying(lambda at: first + (last - first) * min(at / seconds, 1.0), max(first, last), seed)
+
+
+def day(peak: float, seconds: float, seed: int | str | random.Random) -> Iterator[float]:
+    """A day's curve pressed into `seconds`, again and again: a night with a tenth of the `peak` rate, which comes once
+    in the morning and once in the afternoon, and a lunch between them."""
+    _check_positive(peak=peak, seconds=seconds)
+
+    def rate_at(at: float) -> float:
+        phase = math.pi * (at / seconds % 1.0)
+        return peak * (0.1 + 0.9 * (0.6 * math.sin(phase) ** 2 + 0.4 * math.sin(2 * phase) ** 2) / _DAY_PEAK)
+
+    return varying(rate_at, peak, seed)
+
+
 def from_trace(timestamps: Sequence[float], *, speed: float = 1.0) -> list[float]:
     """A trace's own times (seconds, from any moment on), from its first request on; `speed` 2 plays it in half the
     time."""
@@ -55,6 +85,10 @@ def until(times: Iterable[float], seconds: float) -> list[float]:
 
 def first(times: Iterable[float], num: int) -> list[float]:
     return list(itertools.islice(times, num))
+
+
+# The most that the curve of `day` reaches: with x = sin^2, 0.6 x + 0.4 * 4 x (1 - x) is largest at x = 2.2 / 3.2.
+_DAY_PEAK = 2.2**2 / 6.4
 
 
 def _random(seed: int | str | random.Random) -> random.Random:
