@@ -97,6 +97,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "chat": CHAT_SETTINGS,
     "generate": GENERATE_SETTINGS,
     "status": ClientSettings,
+    "trace": ClientSettings,
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,
     "doctor": UP_SETTINGS,

@@ -13,11 +13,14 @@ Each bar starts where the one above ends. `decode` is what follows the second to
 from __future__ import annotations
 
 import textwrap
+import time
 
 from baton.client.report import RequestReport, Usage
+from common.finished_request import FinishedRequest
 from common.types import FinishReason
 
 _NAME_WIDTH = 12
+_STAGE_WIDTH = 15
 _TIME_WIDTH = 12
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"→": "->", "·": "-", "█": "#", **dict.fromkeys(_EIGHTHS[1:8], "#")})
@@ -53,6 +56,36 @@ def render_timeline(
     for fact in _facts(report, usage, finish_reason):
         lines += textwrap.wrap(fact, width, initial_indent="  ", subsequent_indent="    ")
     text = "\n".join(line[:width] for line in lines)
+    return text.translate(_ASCII) if ascii_only else text
+
+
+def render_stages(request: FinishedRequest, *, width: int = 80, ascii_only: bool = False) -> str:
+    """The timeline of a request that ended, as a router tells it: each stage with whose time it was."""
+    left, right = 2 + _STAGE_WIDTH + _TIME_WIDTH + 2, max((len(one.where) for one in request.stages), default=0) + 2
+    came = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(request.time))
+    ended = f"{request.status}, {request.finish_reason or request.reason}".rstrip(", ")
+    lines = textwrap.wrap(f"{request.request_id}: {request.operation} {request.model}, {came}, {ended}", width)
+    for stage in request.stages:
+        bar = _bar(stage.start_ms, stage.end_ms, request.total_ms, max(width - left - right, 8))
+        label = f"  {stage.name:<{_STAGE_WIDTH}}{_ms(stage.end_ms - stage.start_ms):>{_TIME_WIDTH}}"
+        lines.append(f"{label}  {stage.where:<{right}}{bar}".rstrip())
+    first = "no token came" if request.ttft_ms is None else f"first token after {_ms(request.ttft_ms)}"
+    speed = f", {request.tokens_per_second:.1f} tokens/s" if request.tokens_per_second > 0 else ""
+    lines.append(f"  {'total':<{_STAGE_WIDTH}}{_ms(request.total_ms):>{_TIME_WIDTH}}  {first}{speed}")
+    lines.append(
+        f"  {request.prompt_tokens} prompt tokens ({request.cached_tokens} cached), {request.output_tokens} tokens"
+    )
+    for attempt in request.attempts:
+        if attempt.failure or attempt.cause != "new":
+            fact = f"{attempt.cause} on {attempt.decode_worker} after {_ms(attempt.start_ms)}"
+            words = f"{fact}: {attempt.failure}" if attempt.failure else fact
+            lines += textwrap.wrap(words, width, initial_indent="  ", subsequent_indent="    ")
+    if request.fallback_reason:
+        words = f"computed in place: {request.fallback_reason}"
+        lines += textwrap.wrap(words, width, initial_indent="  ", subsequent_indent="    ")
+    if request.trace_id:
+        lines.append(f"  trace {request.trace_id}")
+    text = "\n".join(lines)
     return text.translate(_ASCII) if ascii_only else text
 
 

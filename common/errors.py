@@ -2,7 +2,8 @@
 
 BatonError
 ├── InvalidArgumentError      the request is wrong: names the field        INVALID_ARGUMENT     400
-├── ModelNotFoundError        no such model is served                      NOT_FOUND            404
+├── NotFoundError             nothing is known by that name                NOT_FOUND            404
+│   └── ModelNotFoundError    no such model is served
 ├── UnauthenticatedError      no API key, or none that is known            UNAUTHENTICATED      401
 ├── OverloadedError           try again after `retry_after_s`              RESOURCE_EXHAUSTED   429
 ├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
@@ -53,9 +54,13 @@ class InvalidArgumentError(BatonError):
         super().__init__(reason, field=field)
 
 
-class ModelNotFoundError(BatonError):
+class NotFoundError(BatonError):
     grpc_code = "NOT_FOUND"
     http_status = 404
+
+
+class ModelNotFoundError(NotFoundError):
+    pass
 
 
 class UnauthenticatedError(BatonError):

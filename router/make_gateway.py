@@ -19,6 +19,7 @@ from router.running.prefix_hints import PrefixHints
 from router.running.retries import DispatchLimits, Retries
 from router.running.routes import Routes
 from router.running.threads import TextThreads
+from router.serving.endings import Endings
 from router.serving.gateway import Gateway
 from router.serving.generation import Generation
 
@@ -56,13 +57,18 @@ def make_gateway(
     return Gateway(
         admission,
         preparation,
-        Generation(Dispatcher(registry, routes, retries), admission),
+        Generation(Dispatcher(registry, routes, retries), admission, _endings(settings, process)),
         routes,
         Embedder(registry, routes, retries, admission),
         PrefixHints(registry, routes, admission, threads),
         process,
         also_reasoning=settings.also_reasoning,
     )
+
+
+def _endings(settings: RouterSettings, process: RouterProcess) -> Endings:
+    slow_ms = settings.slow_request_ms
+    return Endings(process.finished, slow_s=None if slow_ms is None else slow_ms / 1000)
 
 
 def policy_of(settings: RouterSettings) -> Policy:

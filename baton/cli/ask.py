@@ -17,12 +17,13 @@ from baton.sampling_settings import sampling_options
 from baton.settings import CHAT_SETTINGS, DEMO_SETTINGS, GENERATE_SETTINGS
 from common.choices import ChoiceOptions
 from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSettings
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from baton.client.report import FleetWorker, Result
     from baton.client.sync_client import Answer, Client
     from baton.stack.local_stack import Addresses
+    from common.finished_request import FinishedRequest
     from common.sampling import SamplingOptions
 
 DEMO_QUESTION = "What is the capital of Japan?"
@@ -214,6 +215,47 @@ def models(settings: ClientSettings) -> int:
     return 0
 
 
+# -------------------------------------------------------------------------------------------------- requests
+
+
+def trace(settings: ClientSettings, *, request_id: str | None, as_json: bool) -> int:
+    """Where the time of a request went that has ended; without an id, the last requests in a table."""
+    with connect(settings) as client:
+        found = client.requests(request_id=request_id or "")
+    if request_id is not None and not found:
+        raise NotFoundError(f"request {request_id!r} is none of the last ones that ended")
+    if as_json:
+        print(json.dumps({"requests": [dataclasses.asdict(one) for one in found]}))
+    elif request_id is None:
+        print_requests(found)
+    else:
+        from baton.timeline import render_stages
+
+        width = min(120, shutil.get_terminal_size().columns)
+        ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+        print("\n\n".join(render_stages(one, width=width, ascii_only=ascii_only) for one in found))
+    return 0
+
+
+def print_requests(found: Sequence[FinishedRequest]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("request", "status"):
+        table.add_column(title, no_wrap=True)
+    for title in ("prompt", "cached", "tokens", "queue ms", "ttft ms", "total ms", "tokens/s"):
+        table.add_column(title, justify="right")
+    for title in ("prefill", "decode"):
+        table.add_column(title, no_wrap=True)
+    for one in found:
+        times = [one.router_queue_ms + one.queue_ms, one.ttft_ms, one.total_ms, one.tokens_per_second]
+        cells = [one.request_id, one.status, *map(str, (one.prompt_tokens, one.cached_tokens, one.output_tokens))]
+        cells += ["" if number is None else f"{number:.1f}" for number in times]
+        table.add_row(*cells, one.prefill_worker, one.decode_worker)
+    Console(width=None if sys.stdout.isatty() else 300, highlight=False, markup=False).print(table)
+
+
 # ------------------------------------------------------------------------------------------------------ demo
 
 
@@ -287,6 +329,14 @@ ASK_COMMANDS = (
                 ["--wide"], is_flag=True, help="queues, hit rates, tokens a second, breakers and step times, too"
             ),
         ],
+    ),
+    SettingsCommand(
+        "trace",
+        ClientSettings,
+        trace,
+        about="Shows where the time of a request went that has ended; without an id, the last requests.",
+        examples=["baton trace", "baton trace my-request-7", "baton trace my-request-7 --json"],
+        params=[click.Argument(["request_id"], required=False), AS_JSON],
     ),
     SettingsCommand(
         "models", ClientSettings, models, about="Lists the models that are served.", examples=["baton models"]

@@ -34,8 +34,10 @@ from baton.client.requests import (
     prefix_of,
     tokenize_message,
 )
+from common.finished_request import FinishedRequest
 from common.grpc.streams import MessageStream
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+from protos.messages import value_of
 
 Call = (
     grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -205,6 +207,11 @@ class AsyncClient(BaseClient[AsyncAnswer]):
         """Does what `Client.fleet` does."""
         response = await self._ask(self._fleet.GetFleet, router_pb2.GetFleetRequest())
         return [fleet_worker(worker) for worker in response.workers]
+
+    async def requests(self, limit: int = 50, request_id: str = "") -> list[FinishedRequest]:
+        """Does what `Client.requests` does."""
+        asked = router_pb2.GetRequestsRequest(limit=limit, request_id=request_id)
+        return [value_of(one, FinishedRequest) for one in (await self._ask(self._fleet.GetRequests, asked)).requests]
 
     async def _ask(
         self,

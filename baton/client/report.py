@@ -30,6 +30,7 @@ class Timings:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     tokens_per_second: float = 0.0
+    router_queue_ms: float = 0.0  # no part of queue_ms
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

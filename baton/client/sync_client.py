@@ -36,7 +36,9 @@ from baton.client.requests import (
     prefix_of,
     tokenize_message,
 )
+from common.finished_request import FinishedRequest
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+from protos.messages import value_of
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -194,6 +196,12 @@ class Client(BaseClient[Answer]):
         """Every worker that the router knows, asked now."""
         response = self._ask(self._fleet.GetFleet, router_pb2.GetFleetRequest())
         return [fleet_worker(worker) for worker in response.workers]
+
+    def requests(self, limit: int = 50, request_id: str = "") -> list[FinishedRequest]:
+        """The last requests that ended, the newest first; with `request_id` only those of that id. A key sees those of
+        its tenant, an operator's all."""
+        asked = router_pb2.GetRequestsRequest(limit=limit, request_id=request_id)
+        return [value_of(one, FinishedRequest) for one in self._ask(self._fleet.GetRequests, asked).requests]
 
     def _ask(
         self,

@@ -161,6 +161,9 @@ class RouterSettings(PolicySettings, LimitSettings, WebSettings, TlsSettings, He
         description="tell models whose chat template has no form for tools of them in words, and read calls from their "
         "text; if not, such a request is refused",
     )
+    slow_request_ms: float | None = Field(
+        None, gt=0, description="a request that takes longer has its timeline in the log, as a warning; none if unset"
+    )
     worker_wait: float = Field(
         0.0, ge=0, description="seconds that a request waits while there is no worker (a fleet scaled to zero)"
     )

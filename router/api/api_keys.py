@@ -105,3 +105,10 @@ def _digest(key: str) -> bytes:
 
 current_client: ContextVar[ApiClient | None] = ContextVar("current_client", default=None)
 """Whose call this is: set before any handler of either interface runs; None if no keys are asked for."""
+
+
+def visible_tenant() -> str | None:
+    """Whose requests the caller may see: its tenant's, or those of all (None) if it is an operator or no keys are asked
+    for."""
+    client = current_client.get()
+    return None if client is None or client.is_operator else client.tenant

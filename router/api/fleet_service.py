@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
 
+from common.errors import InvalidArgumentError
+from common.finished_request import FinishedRequest
 from common.types import WorkerState
 from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto, state_to_proto
+from protos.messages import message_of
+from router.api.api_keys import visible_tenant
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.fleet.track_record import Traffic
 from router.processes.process_query import ProcessQuery
 from router.processes.router_process import RouterProcess
+from router.running.finished import MAX_FINISHED
 
 STATUS_TIMEOUT_S = 2.0
+DEFAULT_REQUESTS = 50
+
+LatestRequests = Callable[[int, str | None, str], Awaitable[list[FinishedRequest]]]
+"""See `Gateway.latest_requests`."""
 BREAKERS = ("closed", "half open", "slow", "open")  # what keeps more requests away comes later
 
 
@@ -37,9 +46,10 @@ class WorkerView:
 class FleetService:
     """Workers are asked by one call at a time: others that come meanwhile get what it gets."""
 
-    def __init__(self, registry: Registry, process: RouterProcess) -> None:
+    def __init__(self, registry: Registry, process: RouterProcess, latest_requests: LatestRequests) -> None:
         self._registry = registry
         self._process = process
+        self._latest_requests = latest_requests
         self._query = ProcessQuery("workers", WorkerView, self._views)
         process.answers(self._query)
         self._asking: asyncio.Task[router_pb2.GetFleetResponse] | None = None
@@ -61,7 +71,15 @@ class FleetService:
             _add_views(worker, [view for view in views if view.address == worker.address])
         return router_pb2.GetFleetResponse(workers=workers)
 
-    def _views(self, _limit: int, _tenant: str | None) -> list[WorkerView]:
+    async def GetRequests(  # noqa: N802
+        self, request: router_pb2.GetRequestsRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> router_pb2.GetRequestsResponse:
+        if request.limit > MAX_FINISHED:
+            raise InvalidArgumentError("limit", f"must be a number up to {MAX_FINISHED}")
+        told = await self._latest_requests(request.limit or DEFAULT_REQUESTS, visible_tenant(), request.request_id)
+        return router_pb2.GetRequestsResponse(requests=[message_of(one, router_pb2.FinishedRequest) for one in told])
+
+    def _views(self, _limit: int, _tenant: str | None, _which: str) -> list[WorkerView]:
         now, registry = time.monotonic(), self._registry
         views = []
         for endpoint in registry.endpoints():

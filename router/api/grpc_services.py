@@ -64,7 +64,7 @@ def bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.ai
 
 def add_services(server: grpc.aio.Server, gateway: Gateway, registry: Registry, health: Health) -> None:
     admission = gateway.admission
-    demand, fleet = DemandService(admission.demand), FleetService(registry, gateway.process)
+    demand, fleet = DemandService(admission.demand), FleetService(registry, gateway.process, gateway.latest_requests)
     size = admission.gate.limits.max_message_bytes
     open_gate = _open_gate(size)
     add_service(server, INFERENCE, InferenceService(gateway), admission.gate, admission.max_request_bytes)

@@ -255,6 +255,7 @@ class Preparation:
                 notes=prompt.notes,
                 explain=hints is not None and hints.explain,
                 prompt_field=prompt.field,
+                operation="text_completion" if prompt.answer is None else "chat",
                 reading=reading,
                 form=form,
                 tools=tools,

@@ -82,6 +82,7 @@ class Member(RouterProcess):
         )
         self.queue = self.remote_queue
         self.answers(self.decisions.query)
+        self.answers(self.finished.query)
 
     @property
     def link(self) -> Link:
@@ -119,11 +120,11 @@ class Member(RouterProcess):
     def answers(self, query: ProcessQuery[T]) -> None:
         self._queries[query.name] = query
 
-    async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None) -> list[T]:
+    async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None, which: str = "") -> list[T]:
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self.link.send(Ask(number, query.name, limit, tenant))
+            self.link.send(Ask(number, query.name, limit, tenant, which))
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 contents = await answer
         except TimeoutError:
@@ -141,7 +142,7 @@ class Member(RouterProcess):
                     self.remote_queue.heard(message)
                 case Ask():
                     query = self._queries.get(message.what)
-                    told = [] if query is None else query.tell(message.limit, message.tenant)
+                    told = [] if query is None else query.tell(message.limit, message.tenant, message.which)
                     self.link.send(Reply(message.number, [msgspec.msgpack.encode(told)]))
                 case Reply():
                     answer = self._asked.get(message.number)

@@ -73,6 +73,7 @@ class Ask(msgspec.Struct, tag=True):
     what: str
     limit: int = 0
     tenant: str | None = None
+    which: str = ""
 
 
 class Reply(msgspec.Struct, tag=True):

@@ -269,7 +269,7 @@ class _Parent:
             if child.listens:
                 answer = child.asked[number] = asyncio.get_running_loop().create_future()
                 answers.append(answer)
-                child.link.send(Ask(number, ask.what, ask.limit, ask.tenant))
+                child.link.send(Ask(number, ask.what, ask.limit, ask.tenant, ask.which))
         done, late = await asyncio.wait(answers, timeout=ANSWER_TIMEOUT_S)
         if late:
             log.warning("a process of the router was asked and did not answer", extra={"about": ask.what})

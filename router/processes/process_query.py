@@ -13,4 +13,4 @@ T = TypeVar("T")
 class ProcessQuery(Generic[T]):
     name: str
     kind: type[T]  # of each thing that is told: a dataclass
-    tell: Callable[[int, str | None], list[T]]  # a limit, and whose they have to be
+    tell: Callable[[int, str | None, str], list[T]]  # a limit, whose they have to be, and which one if not all

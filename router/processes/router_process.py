@@ -15,6 +15,7 @@ from router.limits.ledger import Ledger, LocalLedger
 from router.limits.request_queue import Places, RequestQueue
 from router.processes.process_query import ProcessQuery, T
 from router.running.decisions import Decisions
+from router.running.finished import Finished
 
 
 class RouterProcess:
@@ -31,6 +32,7 @@ class RouterProcess:
         self.ledger: Ledger = LocalLedger()
         self.demand = Demand()
         self.decisions = Decisions()
+        self.finished = Finished()
         self.queue: Places = RequestQueue(
             settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
         )
@@ -53,6 +55,6 @@ class RouterProcess:
     def answers(self, query: ProcessQuery[T]) -> None:
         """Has this process answer this query from now on."""
 
-    async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None) -> list[T]:
+    async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None, which: str = "") -> list[T]:
         """The answers of all processes of the router."""
-        return query.tell(limit, tenant)
+        return query.tell(limit, tenant, which)

@@ -103,6 +103,7 @@ class Attempts:
                             tokens = events.plain_tokens(event)
                             if not pace.num_tokens:
                                 until_first_token.close()
+                                progress.begins(now)
                             pace.came(len(tokens), now)
                             progress.came(len(tokens), now)
                             yield NewTokens(tokens)
@@ -119,6 +120,7 @@ class Attempts:
                         if new.tokens:
                             if pace.num_tokens == len(new.tokens):
                                 until_first_token.close()
+                                progress.begins(now)
                             progress.came(len(new.tokens), now)
                         if new.finish_reason:
                             self._praise(decision, progress, len(request.prompt_token_ids), pace, blame)

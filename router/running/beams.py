@@ -144,6 +144,7 @@ def _add(total: Progress, one: Progress, *, is_first: bool) -> None:
         report.CopyFrom(one.report)
         total.usage.CopyFrom(one.usage)
         total.first_token_at = one.first_token_at
+        total.attempts = one.attempts
     else:
         for name in _COUNTS:
             setattr(report, name, min(getattr(report, name) + getattr(one.report, name), MAX_COUNT))

@@ -55,7 +55,7 @@ class Decisions:
         )
         self._kept.append((request.client.tenant, made, decision.reasons.last(MAX_REASONS)))
 
-    def latest(self, limit: int, tenant: str | None = None) -> list[Decision]:
+    def latest(self, limit: int, tenant: str | None = None, _which: str = "") -> list[Decision]:
         """Made now, since few are asked for. The newest first; with `tenant` only those of its requests."""
         found = (kept[1:] for kept in reversed(self._kept) if tenant is None or kept[0] == tenant)
         return [made(reasons=bounded_lines(reasons)) for made, reasons in itertools.islice(found, limit)]

@@ -71,10 +71,12 @@ class Dispatcher:
                         if new.finish_reason is not None:
                             return
             except HandoverError as handover:
+                progress.lost("the worker drains", self._clock())
                 decision = handover.decision
                 self._count_handover(request, route, progress, decision)
             except WorkerLostError as error:
                 self._retries.lost(route, decision.decode, error)
+                progress.lost(str(error), self._clock())
                 if ended := _ended_by(request, sent):
                     yield ended
                     return

@@ -86,6 +86,7 @@ class GenerationRequest:
     notes: tuple[str, ...] = ()  # `Prompt.notes`
     explain: bool = False  # whether the client wants to know why the request went where it went
     prompt_field: str = "prompt"  # the client's name for the prompt
+    operation: str = "text_completion"  # or "chat"
     reading: Reading | None = None  # None if the answer is nothing but text
     form: Guided | None = None  # the client's own, if the form of the whole answer is another one
     tools: Tools | None = None  # whose schemas are a part of the answer's form
@@ -167,16 +168,48 @@ class NewTokens:
 
 
 @dataclass(slots=True)
+class Attempt:
+    """One call of a decode worker. Times are seconds of the monotonic clock."""
+
+    cause: str  # "new", "retry", "migration" or "handover"
+    decode_worker: str
+    started_at: float
+    first_token_at: float | None = None
+    ended_at: float | None = None  # None for the last one, which ends with the request
+    failure: str = ""  # why another one followed
+
+
+@dataclass(slots=True)
 class Progress:
-    """What happened to one request so far; complete once its last tokens came."""
+    """What happened to one request so far; complete once its last tokens came. Times are seconds of the monotonic
+    clock."""
 
     report: types_pb2.RequestReport = field(default_factory=types_pb2.RequestReport)
     usage: types_pb2.Usage = field(default_factory=types_pb2.Usage)
     num_retries: int = 0  # other decode workers tried before the first token; the report counts prefill workers, too
+    queued_at: float | None = None  # it was prepared, and waited for its turn from then on
+    turn_at: float | None = None  # workers may have it
     first_token_at: float | None = None
     last_token_at: float | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+    has_ended: bool = False
     num_output_tokens: int = 0
     num_prompt_logprobs: int = 0  # that the caller has
+
+    @property
+    def queue_s(self) -> float:
+        """How long it waited for its turn; 0 if that has not come."""
+        return self.turn_at - self.queued_at if self.turn_at is not None and self.queued_at is not None else 0.0
+
+    def lost(self, failure: str, now: float) -> None:
+        """Another attempt follows."""
+        if self.attempts:
+            self.attempts[-1].ended_at, self.attempts[-1].failure = now, failure
+
+    def begins(self, now: float) -> None:
+        """The first token of an attempt came."""
+        if self.attempts:
+            self.attempts[-1].first_token_at = now
 
     def came(self, num_tokens: int, now: float) -> None:
         """Counts tokens of the answer."""

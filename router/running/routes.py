@@ -22,7 +22,7 @@ from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.policy.embedding import least_loaded
 from router.running.decisions import Decisions, bounded_lines
-from router.running.request import GenerationRequest, Progress
+from router.running.request import Attempt, GenerationRequest, Progress
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class Routes:
         metrics.router_expected_cached_tokens.inc(decision.num_cached_tokens)
         request.siblings.decode = request.siblings.decode or decision.decode.incarnation
         now, index = self._clock(), self._registry.blocks.index
+        progress.attempts.append(Attempt(cause, decision.decode.address, now))
         for address in load_of(decision):
             index.expect(address, route.block_names, now)
         if log.isEnabledFor(logging.DEBUG):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.finished_request import FinishedRequest
 from router.limits.admission import Admission
 from router.preparing.preparation import Preparation
 from router.processes.router_process import RouterProcess
@@ -38,3 +39,9 @@ class Gateway:
         """The newest first; with `tenant` only those of its requests."""
         made = await self.process.ask(self.process.decisions.query, limit, tenant)
         return sorted(made, key=lambda decision: decision.time, reverse=True)[:limit]
+
+    async def latest_requests(self, limit: int, tenant: str | None, request_id: str = "") -> list[FinishedRequest]:
+        """Those that ended, the latest first; with `tenant` only those of its requests, with
+        `request_id` only those of that id."""
+        told = await self.process.ask(self.process.finished.query, limit, tenant, request_id)
+        return sorted(told, key=lambda request: request.time + request.total_ms / 1000, reverse=True)[:limit]

@@ -62,7 +62,7 @@ async def checked(router: RunningRouter, method: str, path: str, **asked: Any) -
     async with httpx.AsyncClient(base_url=router.url) as client:
         answer = await client.request(method, path, timeout=60, **asked)
     path = path.partition("?")[0]
-    known = path if path in page["paths"] else "/v1/models/{model}"
+    known = path if path in page["paths"] else described(path)
     responses = page["paths"][known][method.lower()]["responses"]
     content = responses.get(str(answer.status_code), responses["default"])["content"]
     kind = answer.headers["content-type"].partition(";")[0]
@@ -70,6 +70,12 @@ async def checked(router: RunningRouter, method: str, path: str, **asked: Any) -
     if kind == "application/json":
         valid(page, content[kind]["schema"], answer.json())
     return answer
+
+
+def described(path: str) -> str:
+    """The page's name of a path that ends with a parameter."""
+    head, _, _ = path.rpartition("/")
+    return "/requests/{request_id}" if head == "/requests" else "/v1/models/{model}"
 
 
 def valid(page: dict[str, Any], schema: dict[str, Any], value: object) -> None:
@@ -115,7 +121,7 @@ CASES: list[tuple[str, str, dict[str, object] | None, int]] = [
     ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "n": 2}, 200),
     ("POST", "/v1/chat/completions", {**CHAT, "prompt_logprobs": 1, "stop": ["Y"]}, 200),
     ("POST", "/v1/chat/completions", {"messages": []}, 400),
-    ("POST", "/v1/completions", {**PROMPT, "logprobs": 1}, 200),
+    ("POST", "/v1/completions", {**PROMPT, "logprobs": 1, "request_id": "mine"}, 200),
     ("POST", "/v1/completions", {**PROMPT, "prompt_logprobs": 1, "n": 2}, 200),
     ("POST", "/v1/completions", {**PROMPT, "model": "other"}, 404),
     ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 3}, 200),
@@ -137,6 +143,10 @@ CASES: list[tuple[str, str, dict[str, object] | None, int]] = [
     ("GET", "/docs", None, 200),
     ("GET", "/decisions?limit=1", None, 200),
     ("GET", "/decisions?limit=0", None, 400),
+    ("GET", "/requests?limit=1", None, 200),
+    ("GET", "/requests?limit=0", None, 400),
+    ("GET", "/requests/mine", None, 200),
+    ("GET", "/requests/other", None, 404),
 ]
 
 
@@ -152,9 +162,7 @@ async def test_each_operation_is_asked(router: RunningRouter) -> None:
     page = await page_of(router)
     asked = {(method, path.partition("?")[0]) for method, path, _, status in CASES if status == 200}
     known = {(method.upper(), path) for path, item in page["paths"].items() for method in item}
-    assert {
-        ("GET", path.replace("/tiny", "/{model}")) if method == "GET" else (method, path) for method, path in asked
-    } == known
+    assert {(method, path if (method, path) in known else described(path)) for method, path in asked} == known
 
 
 @each_case(

@@ -196,6 +196,8 @@ class DecodeRequest(_message.Message):
     HEDGE_AFTER_S_FIELD_NUMBER: _builtins.int
     RETAIN_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """as the router knows the worker; refused if it differs"""
@@ -207,6 +209,9 @@ class DecodeRequest(_message.Message):
     """Seconds after which the next prefill worker is asked beside one that has given no block and no token. Unset: never."""
     tenant: _builtins.str
     """whose share of what may be retained that takes"""
+    traceparent: _builtins.str
+    """W3C Trace Context: the router's span of this call, if it is sampled"""
+    tracestate: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -240,10 +245,12 @@ class DecodeRequest(_message.Message):
         hedge_after_s: _builtins.float | None = ...,
         retain: _types_pb2.Retain | None = ...,
         tenant: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "hedge_after_s", b"hedge_after_s", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hedge_after_s: _TypeAlias = _typing.Literal["hedge_after_s"]  # noqa: Y015
     _WhichOneofArgType__hedge_after_s: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s"]  # noqa: Y015

@@ -76,6 +76,8 @@ class PrefillStart(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     RETAIN_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
@@ -88,6 +90,9 @@ class PrefillStart(_message.Message):
     """the caller's connector name; refused if it differs"""
     tenant: _builtins.str
     """whose share of what may be retained that takes"""
+    traceparent: _builtins.str
+    """W3C Trace Context: the caller's span of this stream, if it is sampled"""
+    tracestate: _builtins.str
     peer: _builtins.bytes
     """the caller's KVConnector.describe() if it lends blocks before first_block"""
     @_builtins.property
@@ -109,11 +114,13 @@ class PrefillStart(_message.Message):
         connector: _builtins.str = ...,
         retain: _types_pb2.Retain | None = ...,
         tenant: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
         peer: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

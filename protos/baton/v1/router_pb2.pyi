@@ -118,3 +118,266 @@ class FleetWorker(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetWorker: _TypeAlias = FleetWorker  # noqa: Y015
+
+@_typing.final
+class GetRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """50 if 0; 512 at most"""
+    request_id: _builtins.str
+    """only those of this id, if set"""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestsRequest: _TypeAlias = GetRequestsRequest  # noqa: Y015
+
+@_typing.final
+class GetRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___FinishedRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestsResponse: _TypeAlias = GetRequestsResponse  # noqa: Y015
+
+@_typing.final
+class FinishedRequest(_message.Message):
+    """One answer that ended, well or not. Nothing of a text but its length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    TOTAL_MS_FIELD_NUMBER: _builtins.int
+    ROUTER_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    HANDOFF_MS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    FIRST_DECODE_MS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NUM_RETRIES_FIELD_NUMBER: _builtins.int
+    NUM_MIGRATIONS_FIELD_NUMBER: _builtins.int
+    NUM_HANDOVERS_FIELD_NUMBER: _builtins.int
+    NUM_HEDGES_FIELD_NUMBER: _builtins.int
+    NUM_HEDGES_WON_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_MOVED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_MOVED_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_LENT_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FALLBACK_REASON_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    trace_id: _builtins.str
+    """of its OpenTelemetry trace; empty if it was not sampled"""
+    time: _builtins.float
+    """when it came, in seconds since 1970"""
+    client: _builtins.str
+    """name of the API key"""
+    model: _builtins.str
+    operation: _builtins.str
+    """"chat" or "text_completion" """
+    status: _builtins.str
+    """"ok", or how it failed: the words of baton_router_requests_total"""
+    reason: _builtins.str
+    """why it failed"""
+    finish_reason: _builtins.str
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    output_tokens: _builtins.int
+    decode_worker: _builtins.str
+    prefill_worker: _builtins.str
+    """empty if the decode worker prefilled in place"""
+    ttft_ms: _builtins.float
+    """unset if no token came"""
+    total_ms: _builtins.float
+    router_queue_ms: _builtins.float
+    """this and the next seven: as Timings has them"""
+    queue_ms: _builtins.float
+    prefill_queue_ms: _builtins.float
+    prefill_ms: _builtins.float
+    handoff_ms: _builtins.float
+    transfer_ms: _builtins.float
+    first_decode_ms: _builtins.float
+    tokens_per_second: _builtins.float
+    num_retries: _builtins.int
+    """this and the following: as RequestReport has them"""
+    num_migrations: _builtins.int
+    num_handovers: _builtins.int
+    num_hedges: _builtins.int
+    num_hedges_won: _builtins.int
+    num_preemptions: _builtins.int
+    num_blocks_moved: _builtins.int
+    num_bytes_moved: _builtins.int
+    num_blocks_lent: _builtins.int
+    num_drafted_tokens: _builtins.int
+    num_accepted_tokens: _builtins.int
+    fallback_reason: _builtins.str
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedAttempt]: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
+        """in the order in which they began"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+        time: _builtins.float = ...,
+        client: _builtins.str = ...,
+        model: _builtins.str = ...,
+        operation: _builtins.str = ...,
+        status: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        finish_reason: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        decode_worker: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        ttft_ms: _builtins.float | None = ...,
+        total_ms: _builtins.float = ...,
+        router_queue_ms: _builtins.float = ...,
+        queue_ms: _builtins.float = ...,
+        prefill_queue_ms: _builtins.float = ...,
+        prefill_ms: _builtins.float = ...,
+        handoff_ms: _builtins.float = ...,
+        transfer_ms: _builtins.float = ...,
+        first_decode_ms: _builtins.float = ...,
+        tokens_per_second: _builtins.float = ...,
+        num_retries: _builtins.int = ...,
+        num_migrations: _builtins.int = ...,
+        num_handovers: _builtins.int = ...,
+        num_hedges: _builtins.int = ...,
+        num_hedges_won: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+        num_blocks_moved: _builtins.int = ...,
+        num_bytes_moved: _builtins.int = ...,
+        num_blocks_lent: _builtins.int = ...,
+        num_drafted_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
+        fallback_reason: _builtins.str = ...,
+        attempts: _abc.Iterable[Global___FinishedAttempt] | None = ...,
+        stages: _abc.Iterable[Global___Stage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "client", b"client", "decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "finish_reason", b"finish_reason", "first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "model", b"model", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "operation", b"operation", "output_tokens", b"output_tokens", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "router_queue_ms", b"router_queue_ms", "stages", b"stages", "status", b"status", "time", b"time", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "trace_id", b"trace_id", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+
+Global___FinishedRequest: _TypeAlias = FinishedRequest  # noqa: Y015
+
+@_typing.final
+class FinishedAttempt(_message.Message):
+    """One call of a decode worker, in milliseconds since the request came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    START_MS_FIELD_NUMBER: _builtins.int
+    END_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """"new", "retry", "migration" or "handover" """
+    decode_worker: _builtins.str
+    start_ms: _builtins.float
+    end_ms: _builtins.float
+    first_token_ms: _builtins.float
+    failure: _builtins.str
+    """why another one followed; empty for the last one"""
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        start_ms: _builtins.float = ...,
+        end_ms: _builtins.float = ...,
+        first_token_ms: _builtins.float | None = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_ms", b"_first_token_ms", "first_token_ms", b"first_token_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_ms", b"_first_token_ms", "cause", b"cause", "decode_worker", b"decode_worker", "end_ms", b"end_ms", "failure", b"failure", "first_token_ms", b"first_token_ms", "start_ms", b"start_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_token_ms: _TypeAlias = _typing.Literal["first_token_ms"]  # noqa: Y015
+    _WhichOneofArgType__first_token_ms: _TypeAlias = _typing.Literal["_first_token_ms", b"_first_token_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_ms) -> _WhichOneofReturnType__first_token_ms | None: ...
+
+Global___FinishedAttempt: _TypeAlias = FinishedAttempt  # noqa: Y015
+
+@_typing.final
+class Stage(_message.Message):
+    """A stretch of a request's time, in milliseconds since the request came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    START_MS_FIELD_NUMBER: _builtins.int
+    END_MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    where: _builtins.str
+    """a worker's address, or "router" """
+    start_ms: _builtins.float
+    end_ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        where: _builtins.str = ...,
+        start_ms: _builtins.float = ...,
+        end_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ms", b"end_ms", "name", b"name", "start_ms", b"start_ms", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stage: _TypeAlias = Stage  # noqa: Y015

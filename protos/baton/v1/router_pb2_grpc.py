@@ -40,6 +40,11 @@ class RouterServiceStub:
                 request_serializer=baton_dot_v1_dot_router__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_router__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.GetRequests = channel.unary_unary(
+                '/baton.v1.RouterService/GetRequests',
+                request_serializer=baton_dot_v1_dot_router__pb2.GetRequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_router__pb2.GetRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -52,6 +57,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequests(self, request, context):
+        """The last requests that ended, the newest first: of the caller's tenant, or of all for operators' keys.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=baton_dot_v1_dot_router__pb2.GetFleetRequest.FromString,
                     response_serializer=baton_dot_v1_dot_router__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'GetRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequests,
+                    request_deserializer=baton_dot_v1_dot_router__pb2.GetRequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_router__pb2.GetRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +105,33 @@ class RouterService:
             '/baton.v1.RouterService/GetFleet',
             baton_dot_v1_dot_router__pb2.GetFleetRequest.SerializeToString,
             baton_dot_v1_dot_router__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.RouterService/GetRequests',
+            baton_dot_v1_dot_router__pb2.GetRequestsRequest.SerializeToString,
+            baton_dot_v1_dot_router__pb2.GetRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,12 +34,16 @@ class RouterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     GetFleet: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetFleetRequest, _router_pb2.GetFleetResponse]
     """Every worker of the fleet, asked now."""
+    GetRequests: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetRequestsRequest, _router_pb2.GetRequestsResponse]
+    """The last requests that ended, the newest first: of the caller's tenant, or of all for operators' keys."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetFleet: _aio.UnaryUnaryMultiCallable[_router_pb2.GetFleetRequest, _router_pb2.GetFleetResponse]  # type: ignore[assignment]
     """Every worker of the fleet, asked now."""
+    GetRequests: _aio.UnaryUnaryMultiCallable[_router_pb2.GetRequestsRequest, _router_pb2.GetRequestsResponse]  # type: ignore[assignment]
+    """The last requests that ended, the newest first: of the caller's tenant, or of all for operators' keys."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -49,5 +53,13 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.GetFleetResponse, _abc.Awaitable[_router_pb2.GetFleetResponse]]:
         """Every worker of the fleet, asked now."""
+
+    @_abc_1.abstractmethod
+    def GetRequests(
+        self,
+        request: _router_pb2.GetRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.GetRequestsResponse, _abc.Awaitable[_router_pb2.GetRequestsResponse]]:
+        """The last requests that ended, the newest first: of the caller's tenant, or of all for operators' keys."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

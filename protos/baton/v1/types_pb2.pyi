@@ -443,6 +443,7 @@ class Timings(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     PREFILL_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    ROUTER_QUEUE_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     """waiting for a scheduler: decode's admission and prefill's queue"""
     prefill_ms: _builtins.float
@@ -461,6 +462,8 @@ class Timings(_message.Message):
     """of handoff_ms, what the connector took to move the last blocks"""
     prefill_queue_ms: _builtins.float
     """of queue_ms, prefill's queue"""
+    router_queue_ms: _builtins.float
+    """waiting at the router for its turn; no part of queue_ms"""
     def __init__(
         self,
         *,
@@ -473,10 +476,11 @@ class Timings(_message.Message):
         tokens_per_second: _builtins.float = ...,
         transfer_ms: _builtins.float = ...,
         prefill_queue_ms: _builtins.float = ...,
+        router_queue_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "queue_ms", b"queue_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "queue_ms", b"queue_ms", "router_queue_ms", b"router_queue_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

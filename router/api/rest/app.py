@@ -14,7 +14,7 @@ from router.api.rest import openapi
 from router.api.rest.http import errors
 from router.api.rest.http.auth import OPEN_PATHS
 from router.api.rest.http.errors import as_baton, error_response
-from router.api.rest.information import DEFAULT_DECISIONS, InformationHandlers
+from router.api.rest.information import DEFAULT_LATEST, InformationHandlers
 from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.disconnect import ClientGoneError
 from router.api.rest.openai.embeddings import EmbeddingHandlers, EmbeddingsBody
@@ -25,6 +25,7 @@ from router.api.rest.openai.responses_body import ResponsesBody
 from router.api.rest.openai.sampling_fields import schemas
 from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
 from router.running.decisions import MAX_DECISIONS
+from router.running.finished import MAX_FINISHED
 from router.serving.gateway import Gateway
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -103,10 +104,12 @@ def make_app(gateway: Gateway, root_path: str = "") -> ASGIApp:
     get("/metrics", information.metrics, "Metrics for Prometheus", openapi.METRICS_ANSWER)
     get("/docs", information.docs, "This API, for people", openapi.PAGE_ANSWER)
     decisions = openapi.json_answer("Decisions")
-    limit = openapi.query_number(
-        "limit", DEFAULT_DECISIONS, MAX_DECISIONS, "how many of the latest decisions to return"
-    )
+    limit = openapi.query_number("limit", DEFAULT_LATEST, MAX_DECISIONS, "how many of the latest decisions to return")
     get("/decisions", information.decisions, "Where the last requests went, and why", decisions, limit)
+    limit = openapi.query_number("limit", DEFAULT_LATEST, MAX_FINISHED, "how many of the latest requests to return")
+    get("/requests", information.requests, "The last requests that ended", openapi.json_answer("Requests"), limit)
+    ended = openapi.json_answer("FinishedRequest")
+    get("/requests/{request_id:path}", information.request, "One of them", ended, openapi.REQUEST_ID_PARAMETER)
     page = app.openapi()
     parts = page.setdefault("components", {})
     parts.setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})

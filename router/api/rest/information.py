@@ -9,18 +9,19 @@ from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from common.errors import InvalidArgumentError
+from common.errors import InvalidArgumentError, NotFoundError
 from common.version import VERSION
-from router.api.api_keys import current_client
+from router.api.api_keys import visible_tenant
 from router.api.rest.docs_page import docs_page
 from router.api.rest.http.errors import json_response
 from router.api.rest.metrics_page import MetricsPage
 from router.api.rest.openai.handlers import Handlers
 from router.fleet.served_model import ServedModel
 from router.running.decisions import MAX_DECISIONS
+from router.running.finished import MAX_FINISHED
 from router.serving.gateway import Gateway
 
-DEFAULT_DECISIONS = 50  # at /decisions
+DEFAULT_LATEST = 50  # at /decisions and /requests
 
 
 class InformationHandlers(Handlers):
@@ -52,13 +53,20 @@ class InformationHandlers(Handlers):
 
     async def decisions(self, request: Request) -> Response:
         """A key sees the decisions of its tenant's requests, an operator's those of all."""
-        given = request.query_params.get("limit", str(DEFAULT_DECISIONS))
-        if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= MAX_DECISIONS):
-            raise InvalidArgumentError("limit", f"must be a number from 1 to {MAX_DECISIONS}")
-        client = current_client.get()
-        tenant = None if client is None or client.is_operator else client.tenant
-        made = await self._gateway.latest_decisions(int(given), tenant)
+        made = await self._gateway.latest_decisions(_limit(request, MAX_DECISIONS), visible_tenant())
         return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
+
+    async def requests(self, request: Request) -> Response:
+        """Who sees what is as at `/decisions`."""
+        told = await self._gateway.latest_requests(_limit(request, MAX_FINISHED), visible_tenant())
+        return json_response({"requests": [dataclasses.asdict(one) for one in told]})
+
+    async def request(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        told = await self._gateway.latest_requests(1, visible_tenant(), request_id)
+        if not told:
+            raise NotFoundError(f"request {request_id!r} is none of the last ones that ended", field="request_id")
+        return json_response(dataclasses.asdict(told[0]))
 
     async def version(self, _request: Request) -> Response:
         return json_response({"version": VERSION})
@@ -68,3 +76,11 @@ class InformationHandlers(Handlers):
 
     async def metrics(self, _request: Request) -> Response:
         return Response(self._metrics_page.get(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _limit(request: Request, most: int) -> int:
+    """Raises `InvalidArgumentError`."""
+    given = request.query_params.get("limit", str(DEFAULT_LATEST))
+    if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= most):
+        raise InvalidArgumentError("limit", f"must be a number from 1 to {most}")
+    return int(given)

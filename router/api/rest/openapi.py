@@ -136,6 +136,12 @@ COMPONENTS: dict[str, Json] = {
     "Version": _object(version=STRING),
     "Health": _with_optional(_object(status=STRING), reason=STRING),
     "Decisions": _object(decisions=_list(OBJECT)),
+    "Requests": _object(requests=_list(ref("FinishedRequest"))),
+    "FinishedRequest": {
+        **_object(request_id=STRING, time=NUMBER, status=STRING, total_ms=NUMBER, stages=_list(OBJECT)),
+        "description": "FinishedRequest of protos/baton/v1/router.proto.",
+        "additionalProperties": True,
+    },
 }
 
 
@@ -185,6 +191,14 @@ MODEL_PARAMETER: Json = {
     "required": True,
     "schema": STRING,
     "description": "the name that /v1/models gives; it may have slashes",
+}
+
+REQUEST_ID_PARAMETER: Json = {
+    "name": "request_id",
+    "in": "path",
+    "required": True,
+    "schema": STRING,
+    "description": "as the answer's header X-Request-Id has it; of further answers to one body with -1, -2, ... behind",
 }
 
 

@@ -1,0 +1,148 @@
+"""What is told of each request when it ends: to metrics, to the log, and to those who ask later (`/requests`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from common import metrics
+from common.errors import BatonError
+from common.grpc.options import DEADLINE_SLACK_S
+from common.types import FinishReason
+from router.running.finished import Ending, Finished, in_words, stages
+from router.running.request import GenerationRequest, Progress
+
+log = logging.getLogger(__name__)
+
+
+class Endings:
+    """Shared by all requests of a router process."""
+
+    def __init__(self, finished: Finished | None = None, *, slow_s: float | None = None) -> None:
+        """`slow_s`: a request that takes longer has its timeline in the log; None: none has."""
+        self._finished = finished or Finished()
+        self._slow_s = slow_s
+
+    def watching(self, request: GenerationRequest, progress: Progress) -> _Watching:
+        """Use it around all work for one answer: tells how the request ended if it did not end well."""
+        return _Watching(self, request, progress)
+
+    def answered(
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        finish_reason: FinishReason | None,
+        num_tokens: int,
+        num_reasoning_tokens: int,
+    ) -> None:
+        """The answer is complete. Adds to its report what only the router knows."""
+        _complete(request, progress, num_tokens, num_reasoning_tokens)
+        _observe(progress)
+        self._told(
+            "answered",
+            request,
+            progress,
+            Ending("ok", finish_reason="" if finish_reason is None else finish_reason.value),
+        )
+
+    def unfinished(self, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
+        how = "cancelled" if ending.status in ("cancelled", "deadline_exceeded") else "failed"
+        self._told(how, request, progress, ending)
+
+    def _told(self, how: str, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
+        progress.has_ended = True
+        self._finished.add(request, progress, ending)
+        now = time.monotonic()
+        if self._slow_s is not None and now - request.arrived_at > self._slow_s:
+            timeline = in_words(stages(progress, request.arrived_at, now))
+            log.warning("slow request", extra={**_facts(request, progress, ending, now), "timeline": timeline})
+        elif log.isEnabledFor(logging.INFO):
+            log.info(how, extra=_facts(request, progress, ending, now))
+
+
+class _Watching:
+    """A generator would cost each request more."""
+
+    __slots__ = ("_endings", "_progress", "_request")
+
+    def __init__(self, endings: Endings, request: GenerationRequest, progress: Progress) -> None:
+        self._endings = endings
+        self._request = request
+        self._progress = progress
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or self._progress.has_ended:
+            return
+        if isinstance(error, BatonError):
+            ending = Ending(error.grpc_code.lower(), error.message)
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            # gRPC tells a deadline like a cancel.
+            is_late = time.monotonic() >= self._request.deadline - DEADLINE_SLACK_S
+            late, gone = Ending("deadline_exceeded", "its deadline has passed"), Ending("cancelled", "by its client")
+            ending = late if is_late else gone
+        else:
+            ending = Ending("internal", type(error).__name__)
+        self._endings.unfinished(self._request, self._progress, ending)
+
+
+def _complete(request: GenerationRequest, progress: Progress, num_tokens: int, num_reasoning_tokens: int) -> None:
+    now = time.monotonic()
+    first = now if progress.first_token_at is None else progress.first_token_at
+    last = now if progress.last_token_at is None else progress.last_token_at
+    rest_s = last - first
+    timings, usage = progress.report.timings, progress.usage
+    progress.report.notes[:] = request.notes
+    timings.router_queue_ms = 1000 * progress.queue_s
+    timings.ttft_ms = 1000 * (first - request.arrived_at)
+    timings.total_ms = 1000 * (last - request.arrived_at)
+    timings.tokens_per_second = (num_tokens - 1) / rest_s if num_tokens > 1 and rest_s > 0 else 0.0
+    usage.prompt_tokens = len(request.prompt_token_ids)
+    usage.completion_tokens = num_tokens
+    usage.reasoning_tokens = num_reasoning_tokens
+
+
+def _observe(progress: Progress) -> None:
+    timings, usage = progress.report.timings, progress.usage
+    metrics.router_prompt_tokens.observe(usage.prompt_tokens)
+    metrics.router_output_tokens.observe(usage.completion_tokens)
+    metrics.router_cached_tokens.inc(usage.cached_tokens)
+    metrics.router_ttft.observe(timings.ttft_ms / 1000)
+    metrics.router_e2e.observe(timings.total_ms / 1000)
+    if usage.completion_tokens > 1:
+        metrics.router_tpot.observe((timings.total_ms - timings.ttft_ms) / 1000 / (usage.completion_tokens - 1))
+    if progress.report.fallback_reason:
+        metrics.router_fallbacks.inc()
+
+
+_COUNTS = ("num_retries", "num_migrations", "num_handovers", "num_hedges", "num_preemptions")
+
+
+def _facts(request: GenerationRequest, progress: Progress, ending: Ending, now: float) -> dict[str, object]:
+    """What the line of a request has; what did not happen is left out."""
+    report, timings = progress.report, progress.report.timings
+    first = progress.first_token_at
+    facts: dict[str, object] = {
+        "request_id": request.request_id,
+        "status": ending.status,
+        "reason": ending.reason or ending.finish_reason,
+        "decode_worker": report.decode_worker,
+        "prefill_worker": report.prefill_worker,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "cached_tokens": progress.usage.cached_tokens,
+        "output_tokens": progress.usage.completion_tokens or progress.num_output_tokens,
+        "queue_ms": round(1000 * progress.queue_s + timings.queue_ms, 1),
+        "prefill_ms": round(timings.prefill_ms, 1),
+        "handoff_ms": round(timings.handoff_ms, 1),
+        "total_ms": round(1000 * (now - request.arrived_at), 1),
+    }
+    if first is not None:
+        facts["ttft_ms"] = round(1000 * (first - request.arrived_at), 1)
+    if request.client.name:
+        facts["client"] = request.client.name
+    if report.fallback_reason:
+        facts["fallback_reason"] = report.fallback_reason
+    return facts | {name: count for name in _COUNTS if (count := getattr(report, name))}
