@@ -1,4 +1,4 @@
-"""`baton bench`, which the `baton` command finds through an entry point, and of it `kv`; also `python -m bench.kv`."""
+"""`baton bench kv`; also `python -m bench.kv`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import click
 
 from bench.command_line import names, outcome
 from bench.kv.settings import BenchSettings, Progress, show_progress
-from bench.router.command import router
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import BatonError, ConfigError
-from engine.loading.dtype import resolve_dtype
-from engine.loading.embedded_model import ensure_model
 
 PARTS = {  # in the order of running; modules are imported when their part runs
     "handoff": "bench.kv.handoff",
@@ -34,12 +31,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> P
     return None if value is None else Path(value)
 
 
-@click.group("bench", short_help="Measures Baton on this machine.")
-def BENCH() -> None:  # noqa: N802 - what the entry point names
-    """Measures Baton on this machine. Figures mean something only if nothing else runs."""
-
-
-@BENCH.command("kv", short_help="What moving KV costs.", context_settings={"max_content_width": 100})
+@click.command("kv", short_help="What moving KV costs.", context_settings={"max_content_width": 100})
 @click.option("--only", metavar="PART,PART", callback=names(tuple(PARTS)), help=f"parts to run: {', '.join(PARTS)}")
 @click.option("--quick", is_flag=True, help="few lengths and repeats: a minute or two a part")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object, with every sample")
@@ -81,9 +73,6 @@ def kv(
     return outcome("kv", lambda: run(settings, only, show_progress, as_json=as_json, plot=plot))
 
 
-BENCH.add_command(router)
-
-
 def run(
     settings: BenchSettings, parts: tuple[str, ...], progress: Progress, *, as_json: bool, plot: Path | None
 ) -> int:
@@ -94,6 +83,8 @@ def run(
     from bench.kv.machine import describe_machine, versions
     from bench.kv.report import print_results
     from bench.kv.results import Results
+    from engine.loading.dtype import resolve_dtype
+    from engine.loading.embedded_model import ensure_model
 
     if plot is not None:
         _check_matplotlib()

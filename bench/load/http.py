@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -39,9 +40,11 @@ class HttpConnections:
     """As many connections to one server as there are requests at a time, kept open. The one that was idle longest is
     taken first, so that each is used before the server closes it for being idle."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
+        """With `tls`, connections are of TLS."""
         parts = urlsplit(url)
-        self._address = (parts.hostname, parts.port)
+        self._address = (parts.hostname, parts.port or (80 if tls is None else 443))
+        self._tls = tls
         self._idle: deque[Connection] = deque()
 
     @asynccontextmanager
@@ -72,9 +75,9 @@ class HttpConnections:
                 kept[1].close()
                 raise
         try:
-            opened = await asyncio.open_connection(*self._address)
+            opened = await asyncio.open_connection(*self._address, ssl=self._tls)
         except OSError as error:
-            raise InternalError(f"the router takes no connection: {error}") from error
+            raise InternalError(f"the server takes no connection: {error}") from error
         try:
             return opened, await _head(opened, request)
         except BaseException:

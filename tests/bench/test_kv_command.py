@@ -21,8 +21,9 @@ import pytest
 
 from baton.cli import main as cli
 from baton.stack import lmcache_server
+from bench.command import BENCH
 from bench.kv.colocated import CHAT_NEW, STACKS
-from bench.kv.command import BENCH, CONNECTORS, PARTS
+from bench.kv.command import CONNECTORS, PARTS
 from bench.kv.exposed import OVERLAP
 from bench.kv.handoff import FETCH_OVER_RAW, WHOLE_OVER_RAW
 from bench.kv.pair import MEMCPY, RAW_NIXL, TURNS
@@ -49,7 +50,7 @@ def entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("entry_point")
 def test_the_command_is_found_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert "Measures Baton on this machine." in capsys.readouterr().out
+    assert "Measures Baton, and other servers beside it." in capsys.readouterr().out
     assert cli.main(["bench", "kv", "--help"]) == 0
     text = capsys.readouterr().out
     for part in PARTS:
@@ -76,12 +77,12 @@ def test_without_entry_points_all_else_works(
 ) -> None:
     monkeypatch.setattr(cli, "entry_points", EntryPoints().select)
     assert cli.main([]) == 0
-    assert "Measures" not in capsys.readouterr().out
+    assert "Measures Baton" not in capsys.readouterr().out
     assert cli.main(["bench", "kv"]) == 2
 
 
 def test_every_part_has_its_module() -> None:
-    assert BENCH.commands.keys() == {"kv", "router"}
+    assert BENCH.commands.keys() == {"serve", "sweep", "compare", "latency", "throughput", "kv", "router"}
     for module in PARTS.values():
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file()
 

@@ -1,0 +1,106 @@
+"""Makes the load of a run from what the command was told. The same seed gives the same load."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bench.serving.datasets import make_users
+from bench.serving.load import Conversation, Load, LoadSettings, Turn
+from bench.serving.texts import Texts
+from common.errors import ConfigError
+from common.traffic import arrivals
+
+DEFAULT_NUM_PROMPTS = 100
+MOST_FOR_DURATION = 1000  # requests of a closed loop that a time ends, if --num-prompts does not say
+
+
+def make_load(settings: LoadSettings, texts: Texts, seed: str) -> Load:
+    """Raises `ConfigError`."""
+    users = make_users(settings, texts, seed)
+    num = _num_conversations(settings)
+    found = list(itertools.islice(users, num))
+    if settings.has_own_times:
+        starts = [user.at for user in found]
+    else:
+        turns_each = sum(len(user.turns) for user in found) / len(found)
+        starts = list(itertools.islice(_starts(settings, seed, len(found), turns_each), len(found)))
+        if settings.duration is None and settings.ramp_up_strategy is None:
+            starts = _at_the_rate(starts, settings.request_rate / turns_each)
+    draw = random.Random(f"{seed}/cancelled")
+    conversations = [
+        Conversation(start_s=start_s, turns=_with_cancels(settings, user.turns, draw))
+        for start_s, user in zip(starts, found, strict=True)
+        if settings.duration is None or start_s < settings.duration
+    ]
+    if not conversations:
+        raise ConfigError("--duration", f"no request is due in {settings.duration:g} seconds")
+    return Load(
+        conversations=conversations,
+        is_open=settings.is_open,
+        max_concurrency=settings.max_concurrency,
+        stop_s=settings.duration,
+    )
+
+
+def _num_conversations(settings: LoadSettings) -> int:
+    """At most: a file may have fewer."""
+    num = settings.num_prompts
+    if num is None:
+        num = DEFAULT_NUM_PROMPTS
+        if settings.duration is not None:
+            num = sys.maxsize if settings.has_own_times else MOST_FOR_DURATION
+            if settings.request_rate != math.inf:  # twice as many as will be due; the others are dropped
+                num = math.ceil(2 * settings.request_rate * settings.duration) + 100
+    return math.ceil(num / settings.turns)
+
+
+def _starts(settings: LoadSettings, seed: str, num: int, turns_each: float) -> Iterator[float]:
+    """When conversations begin: requests come at the rate that is asked for if all turns are sent."""
+    draw = f"{seed}/arrivals"
+    if settings.ramp_up_strategy is not None:
+        return _ramp(settings, random.Random(draw), num, turns_each)
+    if settings.request_rate == math.inf:  # all at once, or a closed loop
+        return itertools.repeat(0.0)
+    rate = settings.request_rate / turns_each
+    if settings.burst_size > 1:
+        return arrivals.bursts(rate, settings.burst_size, draw)
+    if settings.burstiness == math.inf:
+        return arrivals.steady(rate)
+    return arrivals.gamma(rate, settings.burstiness, draw)
+
+
+def _at_the_rate(starts: list[float], rate: float) -> list[float]:
+    """Stretched so that all of them come at exactly `rate`, as in `vllm bench serve`: few random gaps may be far from
+    their mean."""
+    if math.isinf(rate) or not starts or not starts[-1]:
+        return starts
+    factor = len(starts) / rate / starts[-1]
+    return [start_s * factor for start_s in starts]
+
+
+def _ramp(settings: LoadSettings, draw: random.Random, num: int, turns_each: float) -> Iterator[float]:
+    """The rate goes from start to end with the number of the request, as in `vllm bench serve`."""
+    assert settings.ramp_up_start_rps is not None
+    assert settings.ramp_up_end_rps is not None
+    low, high = settings.ramp_up_start_rps, settings.ramp_up_end_rps
+    at = 0.0
+    for number in range(num):
+        share = number / max(num - 1, 1)
+        rate = low + (high - low) * share if settings.ramp_up_strategy == "linear" else low * (high / low) ** share
+        shape = settings.burstiness
+        at += draw.gammavariate(shape, turns_each / (rate * shape)) if shape != math.inf else turns_each / rate
+        yield at
+
+
+def _with_cancels(settings: LoadSettings, turns: Sequence[Turn], draw: random.Random) -> Sequence[Turn]:
+    if not settings.cancel_fraction:
+        return turns
+    return [
+        replace(turn, cancel_after_s=settings.cancel_after) if draw.random() < settings.cancel_fraction else turn
+        for turn in turns
+    ]
