@@ -5,6 +5,7 @@ BatonError
 ├── NotFoundError             nothing is known by that name                NOT_FOUND            404
 │   └── ModelNotFoundError    no such model is served
 ├── UnauthenticatedError      no API key, or none that is known            UNAUTHENTICATED      401
+├── ForbiddenError            a known API key that may not ask this        PERMISSION_DENIED    403
 ├── OverloadedError           try again after `retry_after_s`              RESOURCE_EXHAUSTED   429
 ├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
 ├── IncompatibleError         model, dtype or KV layout differ             FAILED_PRECONDITION  409
@@ -68,6 +69,11 @@ class UnauthenticatedError(BatonError):
     http_status = 401
 
 
+class ForbiddenError(BatonError):
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
+
+
 class OverloadedError(BatonError):
     grpc_code = "RESOURCE_EXHAUSTED"
     http_status = 429
@@ -127,7 +133,14 @@ def error_of(grpc_code: str, reason: str, *, field: str = "", retry_after_s: flo
     for retriable in (OverloadedError, UnavailableError):
         if grpc_code == retriable.grpc_code:
             return retriable(reason) if retry_after_s is None else retriable(reason, retry_after_s)
-    for kind in (ModelNotFoundError, UnauthenticatedError, IncompatibleError, DeadlineError, SlowReaderError):
+    for kind in (
+        ModelNotFoundError,
+        UnauthenticatedError,
+        ForbiddenError,
+        IncompatibleError,
+        DeadlineError,
+        SlowReaderError,
+    ):
         if grpc_code == kind.grpc_code:
             return kind(reason, field=field)
     return InternalError(reason, field=field)

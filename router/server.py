@@ -32,6 +32,9 @@ from router.api.rest.http.listener import listen
 from router.api.rest.http.protocol import Connections
 from router.api.rest.http.root_path import RootPathMiddleware
 from router.api.rest.http.web_server import WebServer
+from router.api.ui.live import Live
+from router.api.ui.pages import PageFiles
+from router.api.worker_views import WorkerViews
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
@@ -102,13 +105,15 @@ async def serve(
             max_calls=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
         )
         grpc_port = bind(grpc_server, process.grpc_listen, tls)
-        add_services(grpc_server, gateway, registry, health)
+        views = WorkerViews(registry, process)
+        add_services(grpc_server, gateway, registry, views, health)
         probed = bind_health(process.health_listen, health, shared=shared)
         if not process.is_replacement:
             stack.push_async_callback(registry.close)
             registry.start()
 
-        app = _around(LimitMiddleware(make_app(gateway, settings.root_path), gate), settings, keys)
+        live = Live(gateway, registry, views, settings.processes) if settings.ui else None
+        app = _around(LimitMiddleware(make_app(gateway, settings.root_path, live), gate), settings, keys)
         connections = Connections(process.max_connections, settings.receive_timeout)
         web = WebServer(http_socket, app, connections, None if tls is None else tls.server_context())
         with stop_signals(stop), hang_up_signal(functools.partial(_look_at_files, reload, quotas, keys)):
@@ -133,6 +138,8 @@ async def serve(
             on_ready = functools.partial(ready, http_url, grpc_address) if ready else lambda: None
             vital.start(_watch_health(health, gateway, on_ready), name="health")
             vital.start(count_tasks(), name="count of tasks")
+            if live is not None:
+                vital.start(live.run(), name="live page")
             if reload is not None:
                 vital.start(_watch_settings(reload), name="settings")
             if not process.is_replacement:
@@ -156,6 +163,8 @@ def _around(app: ASGIApp, settings: RouterSettings, keys: ApiKeys | None) -> ASG
     """`app` behind what each request passes first. Raises `ConfigError`."""
     if keys is not None:
         app = KeyMiddleware(app, keys)
+    if settings.ui:
+        app = PageFiles(app, settings.root_path)
     if settings.cors_origins or settings.cors_credentials:
         app = CorsMiddleware(app, settings.cors_origins, credentials=settings.cors_credentials)
     return RootPathMiddleware(app, settings.root_path) if settings.root_path else app

@@ -77,7 +77,7 @@ RootPath = Annotated[str, AfterValidator(_root_path)]
 
 
 class WebSettings(Settings):
-    """Pages of other sites, and a proxy in front."""
+    """The page that the router shows itself, pages of other sites, and a proxy in front."""
 
     cors_origins: Origins = Field(
         (),
@@ -85,6 +85,9 @@ class WebSettings(Settings):
     )
     cors_credentials: bool = Field(
         False, description="these pages may let the browser show a TLS client certificate or cookies; not with *"
+    )
+    ui: bool = Field(
+        True, description="a page at /ui of the REST address that shows the fleet; with API keys, to operators' alone"
     )
     root_path: RootPath = Field(
         "", description="path under which a proxy shows REST, as /llm; requests may come with it or without it"

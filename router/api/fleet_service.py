@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -16,11 +14,9 @@ from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto, state_to_proto
 from protos.messages import message_of
 from router.api.api_keys import visible_tenant
+from router.api.worker_views import WorkerView, WorkerViews
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
-from router.fleet.track_record import Traffic
-from router.processes.process_query import ProcessQuery
-from router.processes.router_process import RouterProcess
 from router.running.finished import MAX_FINISHED
 
 STATUS_TIMEOUT_S = 2.0
@@ -28,30 +24,15 @@ DEFAULT_REQUESTS = 50
 
 LatestRequests = Callable[[int, str | None, str], Awaitable[list[FinishedRequest]]]
 """See `Gateway.latest_requests`."""
-BREAKERS = ("closed", "half open", "slow", "open")  # what keeps more requests away comes later
-
-
-@dataclass(slots=True, frozen=True)
-class WorkerView:
-    """What one process of a router knows of a worker."""
-
-    address: str
-    breaker: str
-    num_known_blocks: int
-    prompt_tokens: float
-    cached_tokens: float
-    output_tokens: float
 
 
 class FleetService:
     """Workers are asked by one call at a time: others that come meanwhile get what it gets."""
 
-    def __init__(self, registry: Registry, process: RouterProcess, latest_requests: LatestRequests) -> None:
+    def __init__(self, registry: Registry, views: WorkerViews, latest_requests: LatestRequests) -> None:
         self._registry = registry
-        self._process = process
+        self._views = views
         self._latest_requests = latest_requests
-        self._query = ProcessQuery("workers", WorkerView, self._views)
-        process.answers(self._query)
         self._asking: asyncio.Task[router_pb2.GetFleetResponse] | None = None
 
     async def GetFleet(  # noqa: N802
@@ -66,9 +47,9 @@ class FleetService:
             ask_worker(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
             for endpoint in self._registry.endpoints()
         ]
-        views, workers = await asyncio.gather(self._process.ask(self._query), asyncio.gather(*asked))
+        views, workers = await asyncio.gather(self._views.joined(), asyncio.gather(*asked))
         for worker in workers:
-            _add_views(worker, [view for view in views if view.address == worker.address])
+            _add_view(worker, views.get(worker.address) or WorkerView(worker.address))
         return router_pb2.GetFleetResponse(workers=workers)
 
     async def GetRequests(  # noqa: N802
@@ -79,36 +60,10 @@ class FleetService:
         told = await self._latest_requests(request.limit or DEFAULT_REQUESTS, visible_tenant(), request.request_id)
         return router_pb2.GetRequestsResponse(requests=[message_of(one, router_pb2.FinishedRequest) for one in told])
 
-    def _views(self, _limit: int, _tenant: str | None, _which: str) -> list[WorkerView]:
-        now, registry = time.monotonic(), self._registry
-        views = []
-        for endpoint in registry.endpoints():
-            traffic = registry.track.traffic(endpoint.incarnation, now)
-            views.append(
-                WorkerView(
-                    endpoint.address,
-                    registry.track.state(endpoint.incarnation, now),
-                    registry.blocks.index.num_blocks(endpoint.address),
-                    traffic.prompt,
-                    traffic.cached,
-                    traffic.output,
-                )
-            )
-        return views
 
-
-def _add_views(worker: router_pb2.FleetWorker, views: Iterable[WorkerView]) -> None:
-    """Joins the views of all processes: what they sent there is summed, and the breaker told is the one that lets least
-    through."""
-    traffic = Traffic()
-    worker.breaker = BREAKERS[0]
-    for view in views:
-        worker.breaker = max(worker.breaker, view.breaker, key=BREAKERS.index)
-        worker.num_known_blocks = max(worker.num_known_blocks, view.num_known_blocks)
-        traffic.prompt += view.prompt_tokens
-        traffic.cached += view.cached_tokens
-        traffic.output += view.output_tokens
-    worker.hit_rate, worker.tokens_per_second = traffic.hit_rate, traffic.tokens_per_second
+def _add_view(worker: router_pb2.FleetWorker, view: WorkerView) -> None:
+    worker.breaker, worker.num_known_blocks = view.breaker, view.num_known_blocks
+    worker.hit_rate, worker.tokens_per_second = view.hit_rate, view.tokens_per_second
 
 
 async def ask_worker(

@@ -20,6 +20,7 @@ from router.api.fleet_service import FleetService
 from router.api.grpc_handlers import add_service
 from router.api.grpc_parser import Parser
 from router.api.inference_service import InferenceService
+from router.api.worker_views import WorkerViews
 from router.fleet.registry import Registry
 from router.limits.demand import DemandService
 from router.limits.gate import MESSAGE_BYTES, Gate, GateLimits
@@ -62,9 +63,11 @@ def bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.ai
     return server
 
 
-def add_services(server: grpc.aio.Server, gateway: Gateway, registry: Registry, health: Health) -> None:
+def add_services(
+    server: grpc.aio.Server, gateway: Gateway, registry: Registry, views: WorkerViews, health: Health
+) -> None:
     admission = gateway.admission
-    demand, fleet = DemandService(admission.demand), FleetService(registry, gateway.process, gateway.latest_requests)
+    demand, fleet = DemandService(admission.demand), FleetService(registry, views, gateway.latest_requests)
     size = admission.gate.limits.max_message_bytes
     open_gate = _open_gate(size)
     add_service(server, INFERENCE, InferenceService(gateway), admission.gate, admission.max_request_bytes)

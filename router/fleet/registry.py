@@ -205,6 +205,10 @@ class Registry:
             del self._num_running[address], self._gauges[address]
             metrics.router_endpoint_requests.remove(address)
 
+    def num_requests(self, address: str) -> int:
+        """How many requests this router has running on a worker."""
+        return self._num_running[address]
+
     def suspect(self, address: str, epoch: str, reason: str) -> None:
         """Marks a worker as gone after a call to it failed: nothing is sent there until it reports again."""
         worker = self._workers.get(address)

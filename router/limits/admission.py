@@ -134,6 +134,11 @@ class Admission:
         """Returns once no request is running."""
         await self._idle.wait()
 
+    @property
+    def num_queued(self) -> int:
+        """Requests of this process that wait for their turn."""
+        return self._queue.num_waiting
+
     def charge(self, client: ApiClient | None) -> None:
         """Counts a new request against `client`'s limits. Raises `OverloadedError` if that is too many."""
         client = client or NOBODY

@@ -51,6 +51,9 @@ class _Tenant:
 class Places(Protocol):
     """`RequestQueue`, or another process's."""
 
+    @property
+    def num_waiting(self) -> int: ...
+
     def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None: ...
 
     def place(

@@ -29,6 +29,11 @@ class RemoteQueue:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests of this process."""
+        return len(self._waiting)
+
     def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None:
         """Sends new bounds to the parent, as each process does that reads the settings file; all send the same."""
         self._is_limited = max_running is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +59,18 @@ class Decisions:
         """Made now, since few are asked for. The newest first; with `tenant` only those of its requests."""
         found = (kept[1:] for kept in reversed(self._kept) if tenant is None or kept[0] == tenant)
         return [made(reasons=bounded_lines(reasons)) for made, reasons in itertools.islice(found, limit)]
+
+    def handoffs(self, latest_s: float) -> Counter[tuple[str, str]]:
+        """How many requests of the last `latest_s` seconds went to a prefill worker first, by the addresses of that
+        worker and of the decode worker."""
+        since, found = self._clock() - latest_s, Counter[tuple[str, str]]()
+        for _tenant, made, _reasons in reversed(self._kept):
+            told = made.keywords
+            if told["time"] < since:
+                break
+            if told["prefill_workers"] and not told["in_place"]:
+                found[told["prefill_workers"][0], told["decode_worker"]] += 1
+        return found
 
 
 def bounded_lines(reasons: Reasons) -> tuple[str, ...]:

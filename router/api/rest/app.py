@@ -24,6 +24,7 @@ from router.api.rest.openai.prefix import PrefixBody, PrefixHandlers, RetainPref
 from router.api.rest.openai.responses_body import ResponsesBody
 from router.api.rest.openai.sampling_fields import schemas
 from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
+from router.api.ui.live import Live
 from router.running.decisions import MAX_DECISIONS
 from router.running.finished import MAX_FINISHED
 from router.serving.gateway import Gateway
@@ -44,7 +45,8 @@ BODIES: tuple[type[Body], ...] = (
 )
 
 
-def make_app(gateway: Gateway, root_path: str = "") -> ASGIApp:
+def make_app(gateway: Gateway, root_path: str = "", live: Live | None = None) -> ASGIApp:
+    """`live`: what the live page shows; None if there is no page."""
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, servers=servers)
     errors.install(app)
@@ -110,6 +112,8 @@ def make_app(gateway: Gateway, root_path: str = "") -> ASGIApp:
     get("/requests", information.requests, "The last requests that ended", openapi.json_answer("Requests"), limit)
     ended = openapi.json_answer("FinishedRequest")
     get("/requests/{request_id:path}", information.request, "One of them", ended, openapi.REQUEST_ID_PARAMETER)
+    if live is not None:
+        app.add_api_route("/ui/events", _guarded(live.events), response_model=None, include_in_schema=False)
     page = app.openapi()
     parts = page.setdefault("components", {})
     parts.setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})

@@ -13,6 +13,7 @@ from common.errors import (
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
+    403: "permission_error",
     404: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",

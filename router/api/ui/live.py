@@ -1,0 +1,257 @@
+"""What the live page shows, as server-sent events: one look at the fleet for all viewers, at most twice a second.
+
+`full` comes first: every worker's row, and samples of the last minutes. Then `change`, one for each look: the rows that
+have changed, and what is new. A viewer that reads too slowly misses changes, and gets `full` again.
+
+While nobody watches, one small sample is taken every few seconds, so that a page begins with the last minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from common import metrics
+from common.errors import ForbiddenError, OverloadedError, UnavailableError
+from common.version import VERSION
+from router.api.api_keys import current_client
+from router.api.rest.openai.disconnect import EventStream
+from router.api.ui.fleet_rows import COLUMNS, Row, info_of, kv_in_use, row_of
+from router.api.worker_views import WorkerViews
+from router.fleet.endpoint import Endpoint
+from router.fleet.registry import Registry
+from router.processes.process_query import ProcessQuery
+from router.serving.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+IDLE_LOOK_S = 5.0  # while nobody watches
+SAMPLE_S = 1.0
+MAX_SAMPLES = 600
+HANDOFFS_S = 1.0  # in which handoffs that began are shown
+MAX_VIEWERS = 64
+SAMPLE_COLUMNS = (
+    "time", "requests", "failed", "prompt_tokens", "output_tokens", "running", "queued", "waiting", "prefill_kv",
+    "decode_kv",
+)  # fmt: skip
+NO_FAILURES = ("ok", "cancelled")
+
+
+@dataclass(slots=True, frozen=True)
+class ProcessShare:
+    """What one process of the router adds."""
+
+    num_queued: int  # requests that wait in the router for their turn
+    num_failed: int  # since the process began
+    handoffs: list[tuple[str, str, int]]  # prefill and decode worker, and how many began of late
+
+
+@dataclass(slots=True)
+class _Look:
+    """What was seen at one time."""
+
+    number: int
+    change: bytes  # for who has seen the look before
+    full: bytes | None = None  # made for the first who needs it
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What viewers have been told of the fleet."""
+
+    rows: dict[str, Row] = field(default_factory=dict)  # by address
+    infos: dict[str, dict[str, object]] = field(default_factory=dict)
+    epochs: dict[str, str] = field(default_factory=dict)  # of `infos`
+    about: dict[str, object] = field(default_factory=dict)
+    handoffs: list[tuple[str, str, int]] = field(default_factory=list)
+
+
+class Live:
+    def __init__(self, gateway: Gateway, registry: Registry, views: WorkerViews, num_processes: int = 1) -> None:
+        self._gateway = gateway
+        self._registry = registry
+        self._views = views
+        self._num_processes = num_processes
+        self._query = ProcessQuery("live", ProcessShare, self._own_share)
+        gateway.process.answers(self._query)
+        self._view_s = gateway.admission.gate.limits.answer_timeout_s / 2  # then the page asks again
+        self._samples: deque[Row] = deque(maxlen=MAX_SAMPLES)
+        self._seen = _Seen()
+        self._look = _Look(0, b"")
+        self._is_fresh = False  # whether `_look` is that of somebody who watches now
+        self._num_viewers = 0
+        self._wanted = asyncio.Event()  # somebody watches
+        self._looked = asyncio.Event()
+        self._has_ended = False
+
+    async def run(self) -> None:
+        """Looks until it is cancelled. What goes wrong here is logged: the router does not need this page."""
+        try:
+            while True:
+                try:
+                    await self._look_again()
+                except UnavailableError as error:  # another process does not answer just now
+                    log.warning("the live page misses a look", extra={"reason": error.message})
+                except Exception:
+                    log.exception("the live page misses a look")
+                await asyncio.sleep(LOOK_S)
+                if not self._num_viewers:
+                    self._is_fresh = False
+                    self._wanted.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(IDLE_LOOK_S - LOOK_S):
+                            await self._wanted.wait()
+        finally:
+            self._has_ended = True
+            self._looked.set()
+
+    async def events(self, _request: Request) -> Response:
+        """`GET /ui/events`. Raises `ForbiddenError` for a key that is no operator's, `OverloadedError` if too many
+        watch."""
+        client = current_client.get()
+        if client is not None and not client.is_operator:
+            raise ForbiddenError("the fleet is shown to an operator's key (operator=true in the file of keys)")
+        if self._num_viewers >= MAX_VIEWERS:
+            raise OverloadedError(f"{MAX_VIEWERS} pages watch this router already", 5.0)
+        parts = self._parts()
+        return EventStream(await anext(parts), parts, {})
+
+    async def _parts(self) -> AsyncGenerator[bytes, None]:
+        until = time.monotonic() + self._view_s
+        self._num_viewers += 1
+        self._wanted.set()
+        number = -1
+        try:
+            yield b": baton\n\n"
+            if not self._is_fresh:
+                await self._looked.wait()
+            while not self._has_ended and time.monotonic() < until:
+                look = self._look
+                if look.number == number + 1:
+                    yield look.change
+                elif look.number != number:
+                    if look.full is None:
+                        look.full = self._full()
+                    yield look.full
+                number = look.number
+                await self._looked.wait()
+        finally:
+            self._num_viewers -= 1
+
+    # ------------------------------------------------------------------------------------------------ a look
+
+    async def _look_again(self) -> None:
+        endpoints = self._registry.endpoints()
+        shares = await self._gateway.process.ask(self._query)
+        sample = self._sample(endpoints, shares)
+        if sample is not None:
+            self._samples.append(sample)
+        if not self._num_viewers:
+            return
+        views = await self._views.joined()
+        rows = {one.address: row_of(one, views[one.address]) for one in endpoints if one.address in views}
+        told: dict[str, object] = {}
+        seen = self._seen
+        told["workers"] = [row for address, row in rows.items() if seen.rows.get(address) != row]
+        if gone := [address for address in seen.rows if address not in rows]:
+            told["gone"] = gone
+        if infos := self._new_infos(endpoints):
+            told["info"] = infos
+        about = self._about()
+        if about != seen.about:
+            told["about"] = about
+        told["samples"] = [] if sample is None else [sample]
+        told["handoffs"] = handoffs = _summed(shares)
+        seen.rows, seen.about, seen.handoffs = rows, about, handoffs
+        seen.infos = {address: info for address, info in (seen.infos | infos).items() if address in rows}
+        self._look = _Look(self._look.number + 1, _event("change", told))
+        self._is_fresh = True
+        self._looked.set()
+        self._looked.clear()
+
+    def _full(self) -> bytes:
+        seen = self._seen
+        columns = {"workers": COLUMNS, "samples": SAMPLE_COLUMNS}
+        return _event(
+            "full",
+            {
+                "columns": columns,
+                "about": seen.about,
+                "workers": list(seen.rows.values()),
+                "info": seen.infos,
+                "samples": list(self._samples),
+                "handoffs": seen.handoffs,
+            },
+        )
+
+    def _new_infos(self, endpoints: list[Endpoint]) -> dict[str, dict[str, object]]:
+        found = {}
+        for one in endpoints:
+            if one.epoch and self._seen.epochs.get(one.address) != one.epoch:
+                info = self._registry.info(one.address)
+                if info is not None:
+                    self._seen.epochs[one.address] = one.epoch
+                    found[one.address] = info_of(info)
+        return found
+
+    def _about(self) -> dict[str, object]:
+        model = self._registry.model
+        return {
+            "model": None if model is None else model.limits.model,
+            "version": VERSION,
+            "processes": self._num_processes,
+            "not_ready": self._gateway.not_ready(),
+        }
+
+    def _sample(self, endpoints: list[Endpoint], shares: list[ProcessShare]) -> Row | None:
+        """In the order of `SAMPLE_COLUMNS`; None if the last one is younger than `SAMPLE_S`."""
+        now = time.time()
+        last = self._samples[-1][0] if self._samples else 0.0
+        if isinstance(last, float) and 0 <= now - last < SAMPLE_S * 0.9:
+            return None
+        demand = self._gateway.admission.demand.to_proto()
+        return (
+            round(now, 2),
+            demand.num_requests_total,
+            sum(share.num_failed for share in shares),
+            demand.num_prompt_tokens_total,
+            demand.num_output_tokens_total,
+            demand.num_requests_running + demand.num_requests_waiting,
+            sum(share.num_queued for share in shares) + demand.num_requests_waiting,
+            sum(one.load.num_requests_waiting for one in endpoints),
+            kv_in_use(one for one in endpoints if one.can_prefill),
+            kv_in_use(one for one in endpoints if one.can_decode),
+        )
+
+    def _own_share(self, *_: object) -> list[ProcessShare]:
+        decisions, admission = self._gateway.process.decisions, self._gateway.admission
+        handoffs = [(*pair, number) for pair, number in decisions.handoffs(HANDOFFS_S).items()]
+        return [ProcessShare(admission.num_queued, _num_failed(), handoffs)]
+
+
+def _num_failed() -> int:
+    samples = metrics.router_requests.collect()
+    found = [one for family in samples for one in family.samples if one.name.endswith("_total")]
+    return sum(int(one.value) for one in found if one.labels["outcome"] not in NO_FAILURES)
+
+
+def _summed(shares: list[ProcessShare]) -> list[tuple[str, str, int]]:
+    total: dict[tuple[str, str], int] = {}
+    for share in shares:
+        for prefill, decode, number in share.handoffs:
+            total[prefill, decode] = total.get((prefill, decode), 0) + number
+    return [(*pair, number) for pair, number in total.items()]
+
+
+def _event(name: str, told: Mapping[str, object]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(told))

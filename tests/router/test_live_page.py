@@ -1,0 +1,207 @@
+"""The live page: its files, who may see what it shows, and the events that tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from common.types import WorkerRole
+from protos.baton.v1 import worker_pb2
+from router.api.ui.pages import FOLDER, KINDS
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker
+from tests.support.fake_worker import FakeWorker
+
+MAX_PAGE_BYTES = 150_000
+FILES = {path.name: path.read_text() for path in FOLDER.iterdir() if path.suffix in KINDS}
+AS_HTML = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function")
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+KEYS = {"operator": "o" * 32, "tenant": "t" * 32}
+Told = dict[str, Any]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    (tmp_path / "keys").write_text(f"{KEYS['operator']} operator=true\n{KEYS['tenant']} tenant=a\n")
+    return str(tmp_path / "keys")
+
+
+def client_of(router: RunningRouter, key: str | None = None) -> httpx.AsyncClient:
+    headers = {} if key is None else {"Authorization": f"Bearer {KEYS[key]}"}
+    return httpx.AsyncClient(base_url=router.url, headers=headers, timeout=30)
+
+
+@asynccontextmanager
+async def watching(router: RunningRouter, key: str | None = None) -> AsyncIterator[AsyncIterator[tuple[str, Told]]]:
+    async with client_of(router, key) as client, client.stream("GET", "/ui/events") as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield _events(answer)
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, Told]]:
+    name = ""
+    async for line in answer.aiter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+class Page:
+    """What a page knows after the events that it has read."""
+
+    def __init__(self, events: AsyncIterator[tuple[str, Told]]) -> None:
+        self._events = events
+        self.names: list[str] = []
+        self.workers: dict[str, Told] = {}
+        self.samples: list[Told] = []
+        self.handoffs: list[list[object]] = []
+        self.about: Told = {}
+        self._columns: dict[str, list[str]] = {}
+
+    async def until(self, done: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not done():
+                await self._read()
+
+    async def _read(self) -> None:
+        name, told = await anext(self._events)
+        self.names.append(name)
+        if name == "full":
+            self.workers, self.samples, self._columns = {}, [], told["columns"]
+        for row in told["workers"]:
+            self.workers[row[0]] = dict(zip(self._columns["workers"], row, strict=True))
+        for address in told.get("gone", ()):
+            del self.workers[address]
+        self.samples += [dict(zip(self._columns["samples"], row, strict=True)) for row in told["samples"]]
+        self.about = told.get("about", self.about)
+        self.handoffs = told["handoffs"]
+
+
+# ------------------------------------------------------------------------------------------------- the files
+
+
+def test_the_page_is_small_and_asks_nobody_else() -> None:
+    assert sum(len(text.encode()) for text in FILES.values()) < MAX_PAGE_BYTES
+    for name, text in FILES.items():
+        addresses = set(re.findall(r"https?://[^\s\"'`)]+", text))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            name
+        )
+    page = FILES["index.html"]
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", page)  # the security policy forbids them
+    named = set(re.findall(r"(?:src|href)=\"([\w.]+)\"", page))
+    for text in FILES.values():
+        named |= set(re.findall(r"from \"\./([\w.]+)\"", text))
+    assert named <= set(FILES)
+    assert set(FILES) - named == {"index.html"}, "a file that nothing asks for"
+
+
+async def test_the_files_need_no_key(worker: FakeWorker, start_router: StartRouter, keys: str) -> None:
+    router = await start_router(worker, api_keys_file=keys)
+    async with client_of(router) as client:
+        page = await client.get("/ui/")
+        assert (page.status_code, page.text) == (200, FILES["index.html"])
+        for name in set(FILES) - {"index.html"}:
+            answer = await client.get(f"/ui/{name}")
+            assert (answer.status_code, answer.text) == (200, FILES[name])
+            assert answer.headers["content-type"] == KINDS[Path(name).suffix]
+        policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == "'none'"
+        assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {"'self'"}
+        assert page.headers["x-content-type-options"] == "nosniff"
+        same = await client.get("/ui/", headers={"If-None-Match": page.headers["etag"]})
+        assert (same.status_code, same.content) == (304, b"")
+        head = await client.head("/ui/")
+        assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", page.headers["etag"])
+        for path in ("/ui/nothing.js", "/ui/../server.py", "/ui/%2e%2e/pages.py", "/ui/pages.py"):
+            assert (await client.get(path)).status_code == 401
+
+
+async def test_browsers_are_led_to_it(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker, root_path="/llm")
+    async with client_of(router) as client:
+        for path in ("/", "/llm/", "/llm", "/ui", "/llm/ui"):
+            answer = await client.get(path, headers=BROWSER)
+            assert (answer.status_code, answer.headers["location"]) == (307, "/llm/ui/"), path
+        assert (await client.get("/llm/ui/")).text == FILES["index.html"]
+        program = await client.get("/")
+        assert (program.status_code, program.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+async def test_without_the_page(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker, ui=False)
+    async with client_of(router) as client:
+        for path in ("/", "/ui", "/ui/", "/ui/app.js", "/ui/events"):
+            assert (await client.get(path, headers=BROWSER)).status_code == 404, path
+
+
+# -------------------------------------------------------------------------------------------------- events
+
+
+async def test_the_fleet_as_it_is_and_as_it_changes(start_worker: StartWorker, start_router: StartRouter) -> None:
+    prefill, decode, other = [
+        await start_worker(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)
+    ]
+    router = await start_router(decode, other, prefill=(prefill,))
+    async with watching(router) as events, client_of(router) as client:
+        page = Page(events)
+        await page.until(lambda: page.names)
+        assert page.names == ["full"]
+        assert {one["role"] for one in page.workers.values()} == {"prefill", "decode"}
+        assert page.workers.keys() == {prefill.address, decode.address, other.address}
+        told = page.workers[decode.address]
+        assert (told["state"], told["breaker"], told["blocks"], told["running"]) == ("ready", "closed", 100, 0)
+        assert (page.about["model"], page.about["processes"], page.about["not_ready"]) == ("tiny", 1, "")
+
+        decode.change(num_requests_waiting=7, state=worker_pb2.WORKER_STATE_DRAINING)
+        await page.until(lambda: page.workers[decode.address]["state"] == "draining")
+        assert page.workers[decode.address]["waiting"] == 7
+
+        body = {"prompt": "The capital of France is a city. " * 3, "max_tokens": 4}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        await page.until(lambda: page.handoffs)
+        assert page.handoffs == [[prefill.address, other.address, 1]]
+        await page.until(lambda: page.samples and page.samples[-1]["output_tokens"] == 4)
+        assert page.samples[-1]["requests"] == 1
+        assert page.samples[-1]["prompt_tokens"] > 16
+        await page.until(lambda: not page.handoffs)  # it is over
+        assert set(page.names[1:]) == {"change"}
+
+
+async def test_who_may_watch(worker: FakeWorker, start_router: StartRouter, keys: str) -> None:
+    router = await start_router(worker, api_keys_file=keys)
+    async with client_of(router) as nobody, client_of(router, "tenant") as tenant:
+        assert (await nobody.get("/ui/events")).status_code == 401
+        refused = await tenant.get("/ui/events")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        assert "operator" in refused.json()["error"]["message"]
+    async with watching(router, "operator") as events:
+        assert (await anext(events))[0] == "full"
+
+
+async def test_all_viewers_see_the_same_look(router: RunningRouter) -> None:
+    async with watching(router) as first, watching(router) as second:
+        pages = Page(first), Page(second)
+        for page in pages:
+            await page.until(lambda page=page: len(page.samples) > 2 and page.workers)  # type: ignore[misc]
+    times = [{sample["time"] for sample in page.samples} for page in pages]
+    assert times[0] & times[1]
+
+
+async def test_a_router_ends_although_it_is_watched(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker)
+    async with watching(router) as events:
+        assert (await anext(events))[0] == "full"
+        router.stop.set()
+        async with asyncio.timeout(20):
+            await router.task
