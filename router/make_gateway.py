@@ -22,6 +22,7 @@ from router.running.threads import TextThreads
 from router.serving.endings import Endings
 from router.serving.gateway import Gateway
 from router.serving.generation import Generation
+from text.template_process import shared_process
 
 
 def make_gateway(
@@ -32,6 +33,8 @@ def make_gateway(
     threads: TextThreads,
     grammar_threads: TextThreads,
     limits: DispatchLimits | None = None,
+    *,
+    template_threads: TextThreads | None = None,
 ) -> Gateway:
     """Raises `ConfigError` for a policy that there is not."""
     gate = Gate(_gate_limits(settings), ledger=process.ledger)
@@ -49,6 +52,8 @@ def make_gateway(
         control_tokens=settings.control_tokens,
         threads=threads,
         grammar_threads=grammar_threads,
+        template_threads=template_threads,
+        make_template=shared_process().template if settings.trust_request_chat_template else None,
         max_answer_tokens=settings.max_answer_tokens,
         max_retain_s=settings.max_retain,
         generic_tools=settings.generic_tools,

@@ -79,7 +79,10 @@ async def serve(
     process = process or RouterProcess(settings)
     quotas = Quotas(settings.limits_file, ledger=process.ledger)
     threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
-    gateway = make_gateway(settings, registry, process, quotas, threads, grammar_threads, limits)
+    template_threads = TextThreads(1, what="chat templates wait to be rendered")
+    gateway = make_gateway(
+        settings, registry, process, quotas, threads, grammar_threads, limits, template_threads=template_threads
+    )
     await process.start(vital)
     reload = None if file is None else Reload(settings, file, gateway.routes, process.queue)
     gate = gateway.admission.gate
@@ -87,6 +90,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         stack.callback(grammar_threads.close)
+        stack.callback(template_threads.close)
         if process.is_replacement:
             await _join(settings, registry, vital, stack)
         shared = process.is_one_of_several

@@ -1,4 +1,4 @@
-"""Renders a model's own chat template, as the transformers library does, without importing it.
+"""Renders chat templates, as the transformers library does, without importing it.
 
 A template is a program that came with a model: it runs in a sandbox in which it can change nothing but its own
 variables. What it sees and which extras it may use (`tojson`, `raise_exception`, `strftime_now`, `generation` blocks,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
@@ -45,36 +46,58 @@ def _now(time_format: str) -> str:
     return datetime.now().strftime(time_format)
 
 
-class ChatTemplate:
-    """One compiled template. `special_tokens` are its variables: `bos_token`, `eos_token` and the like."""
+class BaseTemplate(ABC):
+    """What is known of a template without rendering it. `variables`: names that it reads and does not set."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = chat_templates.environment()
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _now
+    def __init__(self, source: str, variables: frozenset[str]) -> None:
         self.source = source
-        self._special_tokens = dict(special_tokens)
-        try:
-            self._template = environment.from_string(source)
-            self._template.globals = {**self._template.globals}  # a chain of dictionaries is slow to read through
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise UnavailableError(f"the model's chat template cannot be compiled: {error}") from error
+        self.variables = variables
 
+    @abstractmethod
     def render(self, conversation: Conversation) -> str:
         """The prompt that asks for the assistant's next message, or without `asks_answer` the messages alone.
 
         Raises `InvalidArgumentError` if the template refuses the conversation, and for what it does not know of.
         """
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.variables
+
+    @property
+    def knows_calls(self) -> bool:
+        """Whether it writes earlier calls of tools."""
+        return self.knows_tools or "tool_calls" in self.source
+
+
+class ChatTemplate(BaseTemplate):
+    """A compiled one."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, name: str = "the model's chat template"
+    ) -> None:
+        """`special_tokens` are variables: `bos_token`, `eos_token` and the like. `name`: what errors call it. Raises
+        `UnavailableError` if it cannot be compiled."""
+        environment = chat_templates.environment()
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        self._special_tokens, self._name = dict(special_tokens), name
+        try:
+            self._template = environment.from_string(source)
+            self._template.globals = {**self._template.globals}  # a chain of dictionaries is slow to read through
+            variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise UnavailableError(f"{name} cannot be compiled: {error}") from error
+        super().__init__(source, variables)
+
+    def render(self, conversation: Conversation) -> str:
         tools = () if conversation.has_generic_tools else conversation.tools.shown
         if tools and not self.knows_tools:
-            raise InvalidArgumentError("tools", "the model's chat template knows no tools")
+            raise InvalidArgumentError("tools", f"{self._name} knows no tools")
         for name in conversation.template_options:
             if name not in self.variables or name in self._special_tokens:
-                raise InvalidArgumentError(
-                    f"chat_template_kwargs.{name}", "is no variable of the model's chat template"
-                )
+                raise InvalidArgumentError(f"chat_template_kwargs.{name}", f"is no variable of {self._name}")
         effort = self._effort(conversation)
         if conversation.has_generic_tools:
             messages = in_words(conversation, takes_system=self._takes_system)
@@ -96,16 +119,7 @@ class ChatTemplate:
                     raise
                 return self._template.render(messages=others, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error
-
-    @property
-    def knows_tools(self) -> bool:
-        return "tools" in self.variables
-
-    @property
-    def knows_calls(self) -> bool:
-        """Whether it writes earlier calls of tools."""
-        return self.knows_tools or "tool_calls" in self.source
+            raise InvalidArgumentError("messages", f"{self._name} refuses the messages: {error}") from error
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -132,7 +146,7 @@ class ChatTemplate:
             variables[EFFORT_VARIABLE] = effort
         is_kept = effort == DEFAULT_EFFORT or (effort == "none" and not _REASONS.search(self.source))
         if not variables and not is_kept:
-            raise InvalidArgumentError(field, f"{effort!r} is not supported: the model's chat template cannot say it")
+            raise InvalidArgumentError(field, f"{effort!r} is not supported: {self._name} cannot say it")
         for name, value in variables.items():
             if conversation.template_options.get(name, value) != value:
                 raise InvalidArgumentError(f"chat_template_kwargs.{name}", f"contradicts {field}, {effort!r}")

@@ -95,6 +95,7 @@ class Conversation:
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
     effort: str = ""  # of reasoning, one of `EFFORTS`; empty if the client named none
     effort_field: str = "reasoning_effort"  # the client's name for it
+    chat_template: str = ""  # the client's own, in place of the model's
     has_generic_tools: bool = False  # tools, calls and results are written as `generic_tools` does
     asks_answer: bool = True  # whether the template writes the beginning of an answer behind the messages
     continues_last: bool = False  # whether the answer continues the last message; see `check_continued`

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from common.chat_templates import DEFAULT, FOLDER, TOOL_USE, TemplateSource, compile_error, template_sources
 from common.errors import InvalidArgumentError, UnavailableError
-from text.chat_template import ChatTemplate
+from text.chat_template import BaseTemplate, ChatTemplate
 from text.control_tokens import ControlTokens, Hidden
 from text.conversation import Conversation, Tools, texts_of
 from text.generic_tools import has_calls
@@ -43,9 +43,25 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 class ChatForm:
     """How conversations are written, and how their answers are read."""
 
-    template: ChatTemplate | None
+    template: BaseTemplate | None
     reader: AnswerReader | None = None  # None if answers are nothing but text
     error: str = ""  # why there is no template, if there should be one
+
+    def needs_generic_tools(self, conversation: Conversation) -> bool:
+        """Whether this form has no words for the conversation's tools, calls or results."""
+        tools = conversation.tools
+        if self.template is None:
+            return False
+        if not tools.shown:
+            return not self.template.knows_calls and has_calls(conversation.messages)
+        if tools.is_forced:  # such an answer is read without knowing the model's own calls
+            return not self.template.knows_tools
+        return not (self.template.knows_tools and self.reader is not None and self.reader.knows_calls)
+
+    @property
+    def always_asks_answer(self) -> bool:
+        """Whether the template writes the same whether or not an answer is asked for."""
+        return self.template is not None and "add_generation_prompt" not in self.template.variables
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +78,7 @@ class Tokenizer:
     def __init__(
         self,
         rust: RustTokenizer,
-        chat_template: ChatTemplate | None,
+        chat_template: BaseTemplate | None,
         reader: AnswerReader | None = None,
         special_tokens: Mapping[str, str] | None = None,
         *,
@@ -88,7 +104,7 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in json.dumps(decoder)
         self._byte_fallback = "ByteFallback" in json.dumps(decoder)
         self._joins_tokens = _joins_tokens(decoder)
-        self._generic_readers: dict[str, AnswerReader] = {}
+        self._readers: dict[str, AnswerReader] = {}  # by what they read, which is of a few kinds
         self._whole_texts: dict[int, WholeText | None] = {}
         self._special_ids = frozenset(
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
@@ -106,22 +122,28 @@ class Tokenizer:
         return ids
 
     def encode_chat(
-        self, conversation: Conversation, *, control_tokens: bool, check: Callable[[str], None]
+        self,
+        conversation: Conversation,
+        *,
+        control_tokens: bool,
+        check: Callable[[str], None],
+        form: ChatForm | None = None,
     ) -> tuple[list[int], str]:
-        """(token ids of the conversation as the model's template writes it, control tokens and all; its text).
+        """(token ids of the conversation as the model's template writes it, control tokens and all; its text). `form`:
+        another one than the model's.
 
         If `control_tokens`, the text of a control token in a message becomes that token, as in transformers; else it
         stays text.
         `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`, and for
         `continue_final_message` if the template does not write the last message's text.
         """
+        form = form or self.chat_form(conversation.tools)
         hidden = Hidden(_texts(conversation))
         if not control_tokens:
             conversation = self._hide(conversation, hidden)
         try:
-            text = (
-                self._render_continued(conversation) if conversation.continues_last else self.render_chat(conversation)
-            )
+            render = _render_continued if conversation.continues_last else _render
+            text = render(form, conversation)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(error.field, hidden.shown(error.reason)) from error
         shown = hidden.shown(text)
@@ -129,29 +151,6 @@ class Tokenizer:
         if hidden or (not control_tokens and self._control.may_be_normalized_into):
             return self._control.encode(text, hidden), shown
         return self.encode(text, add_special_tokens=False), shown
-
-    def _render_continued(self, conversation: Conversation) -> str:
-        """The prompt up to the end of the last message's text: nobody but the template knows where that is, so a mark
-        that occurs nowhere else goes through it."""
-        *earlier, last = conversation.messages
-        content, mark = str(last["content"]), secrets.token_hex(16)
-        marked = replace(conversation, messages=[*earlier, {**last, "content": f"{content}{mark} "}])
-        try:
-            text = self.render_chat(marked)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(error.field, error.reason.replace(mark, "")) from error
-        before, found, after = text.rpartition(mark)
-        if not found or mark in before:
-            reason = "the model's chat template does not write the last message as it is"
-            raise InvalidArgumentError("continue_final_message", reason)
-        if not after.startswith(" ") and (trimmed := content.rstrip()):  # the template trims texts
-            before = before[: len(before) - (len(content) - len(trimmed))]
-        return before
-
-    def always_asks_answer(self, tools: Tools) -> bool:
-        """Whether the chat template writes the same whether or not an answer is asked for."""
-        template = self.chat_form(tools).template
-        return template is not None and "add_generation_prompt" not in template.variables
 
     def _hide(self, conversation: Conversation, hidden: Hidden) -> Conversation:
         """Hides control tokens in all texts that a client wrote. Roles are left alone: they are checked to be one of a
@@ -213,41 +212,31 @@ class Tokenizer:
 
         Raises `InvalidArgumentError` for `messages` if the model has no template, or its template refuses.
         """
-        form = self.chat_form(conversation.tools)
-        if form.template is None:
-            reason = form.error or "the served model has no chat template"
-            raise InvalidArgumentError("messages", f"{reason}; send a prompt instead")
-        return form.template.render(conversation)
+        return _render(self.chat_form(conversation.tools), conversation)
 
     def chat_form(self, tools: Tools) -> ChatForm:
         return self._tool_form if tools.shown and self._tool_form is not None else self._form
 
-    def needs_generic_tools(self, conversation: Conversation) -> bool:
-        """Whether the model's own form has no words for this conversation's tools, calls or results."""
-        tools = conversation.tools
-        form = self.chat_form(tools)
-        if form.template is None:
-            return False
-        if not tools.shown:
-            return not form.template.knows_calls and has_calls(conversation.messages)
-        if tools.is_forced:  # such an answer is read without knowing the model's own calls
-            return not form.template.knows_tools
-        return not (form.template.knows_tools and form.reader is not None and form.reader.knows_calls)
+    def form_of(self, template: BaseTemplate) -> ChatForm:
+        """Of a template that is not the model's. Blocking: a first call may take a second."""
+        read = response_template(self._response_template, template.source)
+        return ChatForm(template, None if read is None else self._reader_of(read))
 
-    def has_generic_reader(self, tools: Tools) -> bool:
-        return self._source(tools) in self._generic_readers
+    def has_generic_reader(self, form: ChatForm) -> bool:
+        return _key(self._generic(form)) in self._readers
 
-    def _source(self, tools: Tools) -> str:
-        template = self.chat_form(tools).template
-        return "" if template is None else template.source
+    def generic_reader(self, form: ChatForm) -> AnswerReader:
+        """Of answers to conversations with generic tools. Blocking: a first call may take a second."""
+        return self._reader_of(self._generic(form))
 
-    def generic_reader(self, tools: Tools) -> AnswerReader:
-        """Of answers to conversations with generic tools. Blocking: its first call may take a second."""
-        source = self._source(tools)
-        if source not in self._generic_readers:
-            own = response_template(self._response_template, source)
-            self._generic_readers[source] = _answer_reader(generic_template(own), self.rust)
-        return self._generic_readers[source]
+    def _generic(self, form: ChatForm) -> Template:
+        source = "" if form.template is None else form.template.source
+        return generic_template(response_template(self._response_template, source))
+
+    def _reader_of(self, template: Template) -> AnswerReader:
+        if (made := self._readers.get(key := _key(template))) is None:
+            made = self._readers[key] = _answer_reader(template, self.rust)
+        return made
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, even if that is only a part of a character."""
@@ -263,6 +252,36 @@ class Tokenizer:
         if (whole := self.whole_text(token_id)) is not None:
             return whole.added.encode()  # with the space before it, which decoders drop at the beginning of a text
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _render(form: ChatForm, conversation: Conversation) -> str:
+    if form.template is None:
+        reason = form.error or "the served model has no chat template"
+        raise InvalidArgumentError("messages", f"{reason}; send a prompt instead")
+    return form.template.render(conversation)
+
+
+def _render_continued(form: ChatForm, conversation: Conversation) -> str:
+    """The prompt up to the end of the last message's text: nobody but the template knows where that is, so a mark that
+    occurs nowhere else goes through it."""
+    *earlier, last = conversation.messages
+    content, mark = str(last["content"]), secrets.token_hex(16)
+    marked = replace(conversation, messages=[*earlier, {**last, "content": f"{content}{mark} "}])
+    try:
+        text = _render(form, marked)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(error.field, error.reason.replace(mark, "")) from error
+    before, found, after = text.rpartition(mark)
+    if not found or mark in before:
+        reason = "the chat template does not write the last message as it is"
+        raise InvalidArgumentError("continue_final_message", reason)
+    if not after.startswith(" ") and (trimmed := content.rstrip()):  # the template trims texts
+        before = before[: len(before) - (len(content) - len(trimmed))]
+    return before
+
+
+def _key(template: Template) -> str:
+    return json.dumps(template, sort_keys=True)
 
 
 def _joins_tokens(decoder: object) -> bool:

@@ -175,6 +175,7 @@ class AsyncClient(BaseClient[AsyncAnswer]):
         messages: Messages = (),
         tools: Sequence[Tool] = (),
         chat_template_kwargs: Mapping[str, object] | None = None,
+        chat_template: str = "",
         add_special_tokens: bool | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -189,6 +190,7 @@ class AsyncClient(BaseClient[AsyncAnswer]):
             add_special_tokens=add_special_tokens,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            chat_template=chat_template,
             model=model,
         )
         return list((await self._ask(self._inference.Tokenize, request)).token_ids)

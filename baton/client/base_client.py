@@ -118,6 +118,7 @@ class BaseClient(ABC, Generic[AnswerT]):
         allowed_tools: Sequence[str] = (),
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        chat_template: str = "",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         model: str = "",
@@ -133,7 +134,8 @@ class BaseClient(ABC, Generic[AnswerT]):
 
         `tool_choice`: auto, none, required, or the name of the tool that has to be called. `allowed_tools`: those that
         may be called, if these are not all that the model is told of. With `continue_final_message` the answer goes on
-        with the last message, which is the assistant's. `session`, `explain` and `options` as in `generate`."""
+        with the last message, which is the assistant's. `chat_template`: in place of the model's, where the router
+        allows it. `session`, `explain` and `options` as in `generate`."""
         request = inference_pb2.ChatRequest(
             request_id=request_id,
             model=model,
@@ -142,6 +144,7 @@ class BaseClient(ABC, Generic[AnswerT]):
             tool_choice=tool_choice_message(tool_choice, allowed_tools),
             parallel_tool_calls=parallel_tool_calls,
             chat_template_kwargs=template_options(chat_template_kwargs),
+            chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             sampling_params=sampling_message(sampling_options(options)),

@@ -142,6 +142,7 @@ def tokenize_message(
     add_special_tokens: bool | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool,
+    chat_template: str,
     model: str,
 ) -> inference_pb2.TokenizeRequest:
     return inference_pb2.TokenizeRequest(
@@ -153,6 +154,7 @@ def tokenize_message(
         chat_template_kwargs=template_options(options),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
+        chat_template=chat_template,
     )
 
 
@@ -167,6 +169,7 @@ class PrefixOptions(TypedDict, total=False):
     messages: Messages
     tools: Sequence[Tool]
     chat_template_kwargs: Mapping[str, object] | None
+    chat_template: str
     add_special_tokens: bool  # to a prompt that is text; True
     num_tokens: int  # so many of its first tokens; 0: all
     cache_salt: str
@@ -182,6 +185,7 @@ def prefix_message(options: PrefixOptions) -> inference_pb2.Prefix:
         messages=chat_messages(messages),
         tools=tool_messages(options.get("tools", ())),
         chat_template_kwargs=template_options(options.get("chat_template_kwargs")),
+        chat_template=options.get("chat_template", ""),
         cache_salt=options.get("cache_salt", ""),
         num_tokens=options.get("num_tokens", 0),
         add_special_tokens=options.get("add_special_tokens"),

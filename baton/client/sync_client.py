@@ -164,6 +164,7 @@ class Client(BaseClient[Answer]):
         messages: Messages = (),
         tools: Sequence[Tool] = (),
         chat_template_kwargs: Mapping[str, object] | None = None,
+        chat_template: str = "",
         add_special_tokens: bool | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -178,6 +179,7 @@ class Client(BaseClient[Answer]):
             add_special_tokens=add_special_tokens,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            chat_template=chat_template,
             model=model,
         )
         return list(self._ask(self._inference.Tokenize, request).token_ids)

@@ -24,6 +24,7 @@ class Chat:
     template_options: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template: str = ""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -114,6 +114,7 @@ class LLM:
         allowed_tools: Sequence[str] = (),
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         priority: Sequence[int] | None = None,
@@ -121,7 +122,8 @@ class LLM:
         """Answers one conversation, or a list of several. Messages are (role, content) pairs, mappings as OpenAI's
         clients write them, or `Message`s; a text is one question. `tool_choice`: auto, none, required, or the name of
         the tool that has to be called. `allowed_tools`: those that may be called; empty: all. With
-        `continue_final_message` each answer continues the last message, which is the assistant's."""
+        `continue_final_message` each answer continues the last message, which is the assistant's. `chat_template`: in
+        place of the model's; a program that is run in a sandbox, but may take any time."""
         made = tools_of(tools)
         chats = [
             Chat(
@@ -133,6 +135,7 @@ class LLM:
                 template_options=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                chat_template=chat_template or "",
             )
             for one in conversations_of(messages)
         ]
@@ -144,6 +147,7 @@ class LLM:
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> list[int]:
@@ -156,6 +160,7 @@ class LLM:
                 template_options=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                chat_template=chat_template or "",
             )
         )
 

@@ -17,7 +17,7 @@ from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
 from common.beam_search import BeamSearch, BeamSearchParams
 from common.choices import Choices
 from common.config import EngineSettings
-from common.errors import InvalidArgumentError, error_of
+from common.errors import InvalidArgumentError, UnavailableError, error_of
 from common.model_files import tokenizer_files
 from common.sampling import SamplingParams, kept_tokens
 from common.types import SampledToken, TokenLogprob
@@ -36,6 +36,7 @@ from router.preparing.preparation import Preparation
 from router.running.request import GenerationRequest, Prompt
 from router.running.threads import TextThreads
 from text.answer_reader import AnswerReader
+from text.chat_template import ChatTemplate
 from text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,11 @@ class LocalEngine:
             runner.info.spec.block_size,
         )
         self._preparation = Preparation(
-            request_timeout_s=float("inf"), control_tokens=False, threads=_AtOnce(), max_answer_tokens=sys.maxsize
+            request_timeout_s=float("inf"),
+            control_tokens=False,
+            threads=_AtOnce(),
+            max_answer_tokens=sys.maxsize,
+            make_template=_template,
         )
 
     def _make_core(self) -> EngineCore:
@@ -379,7 +384,16 @@ def _chat_request(chat: Chat) -> inference_pb2.ChatRequest:
         chat_template_kwargs=template_options(chat.template_options),
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
+        chat_template=chat.chat_template,
     )
+
+
+def _template(source: str, special_tokens: Mapping[str, str], _max_chars: int) -> ChatTemplate:
+    """The caller's own, rendered in this process: who wrote it waits for it."""
+    try:
+        return ChatTemplate(source, special_tokens, name="the chat template given")
+    except UnavailableError as error:
+        raise InvalidArgumentError("chat_template", error.reason) from error
 
 
 def _done(work: Coroutine[None, None, ResultT]) -> ResultT:

@@ -79,6 +79,7 @@ class RemoteStack:
                 chat_template_kwargs=chat.template_options,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
+                chat_template=chat.chat_template,
                 priority=ask.priority,
                 **options,
             )
@@ -140,6 +141,7 @@ class RemoteStack:
             chat_template_kwargs=chat.template_options,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
+            chat_template=chat.chat_template,
         )
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -155,6 +155,11 @@ class RouterSettings(PolicySettings, LimitSettings, WebSettings, TlsSettings, He
         description="control tokens (such as <|im_end|>) in chat messages are control tokens, not text: clients may "
         "then begin and end turns in a message",
     )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="requests may bring a chat template of their own, which is run in a sandbox, within limits: it "
+        "writes any control tokens that its client wants",
+    )
     also_reasoning: bool = Field(
         False,
         description="messages and deltas of chat answers have their reasoning_content under the name reasoning, too",

@@ -48,6 +48,7 @@ def conversation(request: inference_pb2.ChatRequest) -> Conversation:
         template_options=options,
         asks_answer=asks is not False,
         continues_last=request.continue_final_message,
+        chat_template=request.chat_template,
     )
 
 

@@ -141,7 +141,7 @@ class InferenceService:
 
     async def _prefix_prompt(self, model: ServedModel, prefix: inference_pb2.Prefix) -> Prompt:
         if not prefix.messages:
-            for field in ("tools", "chat_template_kwargs"):
+            for field in ("tools", "chat_template_kwargs", "chat_template"):
                 if getattr(prefix, field):
                     raise InvalidArgumentError(field, "is for messages")
             generate = inference_pb2.GenerateRequest(
@@ -156,7 +156,10 @@ class InferenceService:
             raise InvalidArgumentError("add_special_tokens", "is for prompt: the chat template writes these tokens")
         check_messages(len(prefix.messages), model.limits, "messages")
         chat = inference_pb2.ChatRequest(
-            messages=prefix.messages, tools=prefix.tools, chat_template_kwargs=prefix.chat_template_kwargs
+            messages=prefix.messages,
+            tools=prefix.tools,
+            chat_template_kwargs=prefix.chat_template_kwargs,
+            chat_template=prefix.chat_template,
         )
         return await self._gateway.preparation.chat_prompt(model, conversation(chat))
 
@@ -167,7 +170,8 @@ class InferenceService:
         model = self._gateway.admission.served(request.model)
         if request.messages:
             return inference_pb2.TokenizeResponse(token_ids=await self._chat_token_ids(model, request))
-        for field in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+        of_chat = ("tools", "chat_template_kwargs", "chat_template", "add_generation_prompt", "continue_final_message")
+        for field in of_chat:
             if any(one.name == field for one, _ in request.ListFields()):
                 raise InvalidArgumentError(field, "is only for messages")
         special = _adds_special_tokens(request)
@@ -186,6 +190,7 @@ class InferenceService:
             chat_template_kwargs=request.chat_template_kwargs,
             add_generation_prompt=asks,
             continue_final_message=request.continue_final_message,
+            chat_template=request.chat_template,
         )
         check_messages(len(chat.messages), model.limits, "messages")
         return (await self._gateway.preparation.chat_prompt(model, conversation(chat), has_answer=False)).token_ids

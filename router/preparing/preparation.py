@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.choices import Choices
-from common.errors import InvalidArgumentError
+from common.errors import InvalidArgumentError, OverloadedError
 from common.guided import Guided
 from common.sampling import FieldName, GivenSampling, SamplingParams, checked, fitted
 from common.validation import (
@@ -23,6 +25,7 @@ from common.validation import (
     check_text,
     check_token_count,
     check_token_ids,
+    encoded,
 )
 from protos.baton.v1 import embed_pb2
 from router.fleet.served_model import ServedModel
@@ -38,9 +41,18 @@ from router.running.request import GenerationRequest, Prompt, SamplingMessages, 
 from router.running.threads import SHORT, TextThreads
 from text import generic_tools
 from text.answer_form import AnswerForm
+from text.chat_template import BaseTemplate
 from text.conversation import Conversation, Tools, read_through
+from text.template_process import FIELD as TEMPLATE_FIELD
+from text.template_process import MAX_CHARS as MAX_TEMPLATE_CHARS
+from text.tokenizer import ChatForm
+
+ResultT = TypeVar("ResultT")
+MakeTemplate = Callable[[str, Mapping[str, str], int], BaseTemplate]
+"""From a client's template, the special tokens and the most characters of a prompt. Raises `InvalidArgumentError`."""
 
 ONE_ANSWER = Choices()
+MAX_TEMPLATE_WAIT_S = 10.0  # for others' templates; each of them takes a second of computing at most
 VALUE_CHARS = 12  # rendering a value of JSON takes about as long as tokenizing this many characters
 
 
@@ -55,13 +67,17 @@ class Preparation:
         control_tokens: bool,
         threads: TextThreads,
         grammar_threads: TextThreads | None = None,
+        template_threads: TextThreads | None = None,
+        make_template: MakeTemplate | None = None,
         max_answer_tokens: int | None = None,
         max_retain_s: float = math.inf,
         generic_tools: bool = True,
     ) -> None:
         """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: see
         `AnswerBudget`. `max_retain_s`: for so long a request may have its prompt's KV retained.
-        `generic_tools`: whether tools are told in words to models that have no form for them."""
+        `generic_tools`: whether tools are told in words to models that have no form for them.
+        `make_template`: of templates that come with requests, which wait for each other in `template_threads`; if None,
+        no request may bring one."""
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
         self._max_retain_s = max_retain_s
@@ -69,6 +85,8 @@ class Preparation:
         self._generic_tools = generic_tools
         self._threads = threads
         self._grammars = Grammars(grammar_threads or threads)
+        self._template_threads = template_threads or threads
+        self._make_template = make_template
 
     async def prompts(
         self,
@@ -124,10 +142,11 @@ class Preparation:
             texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
             described = "".join(texts)
             check_text(described, model.limits, "tools")
-        reader, free, notes = model.tokenizer.chat_form(tools).reader, None, _notes(conversation)
-        if self._generic_tools and model.tokenizer.needs_generic_tools(conversation):
-            size = 0 if model.tokenizer.has_generic_reader(tools) else SHORT + 1
-            reader = await self._threads.run(size, partial(model.tokenizer.generic_reader, tools))
+        form = await self._form(model, conversation)
+        reader, free, notes = form.reader, None, _notes(conversation)
+        if self._generic_tools and form.needs_generic_tools(conversation):
+            size = 0 if model.tokenizer.has_generic_reader(form) else SHORT + 1
+            reader = await self._threads.run(size, partial(model.tokenizer.generic_reader, form))
             conversation = replace(conversation, has_generic_tools=True)
             notes.append(generic_tools.NOTE)
         if tools.shown and not tools.is_forced:
@@ -138,11 +157,15 @@ class Preparation:
             model.tokenizer.encode_chat,
             conversation,
             control_tokens=self._control_tokens,
-            check=lambda text: check_text(text, model.limits, field),
+            check=lambda text: check_text(text, model.limits, TEMPLATE_FIELD if conversation.chat_template else field),
+            form=form,
         )
         size = len(total) + len(described) + VALUE_CHARS * (num_values + num_of_tools)
         try:
-            token_ids, text = await self._threads.run(size, encode)
+            if conversation.chat_template:
+                token_ids, text = await self._in_turn(encode)
+            else:
+                token_ids, text = await self._threads.run(size, encode)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
         token_ids = _last(token_ids, keep)
@@ -150,7 +173,7 @@ class Preparation:
         if reader is None:
             return Prompt(token_ids, field, AnswerForm(tools=tools), notes=tuple(notes))
         continued = conversation.continued
-        if continued is None and not (conversation.asks_answer or model.tokenizer.always_asks_answer(tools)):
+        if continued is None and not (conversation.asks_answer or form.always_asks_answer):
             text = ""  # nothing of the answer is written: what the messages end with is not its beginning
         answer = AnswerForm(
             tools=tools,
@@ -161,6 +184,33 @@ class Preparation:
             tokens=reader.tokens,
         )
         return Prompt(token_ids, field, answer, notes=tuple(notes))
+
+    async def _form(self, model: ServedModel, conversation: Conversation) -> ChatForm:
+        """How the conversation is written, and its answer read."""
+        tokenizer, source = model.tokenizer, conversation.chat_template
+        if not source:
+            return tokenizer.chat_form(conversation.tools)
+        if self._make_template is None:
+            reason = "is not allowed: --trust-request-chat-template of the router is off"
+            raise InvalidArgumentError(TEMPLATE_FIELD, reason)
+        if len(source) > MAX_TEMPLATE_CHARS:
+            reason = f"must have at most {MAX_TEMPLATE_CHARS} characters, not {len(source)}"
+            raise InvalidArgumentError(TEMPLATE_FIELD, reason)
+        encoded(source, TEMPLATE_FIELD)
+        make = partial(self._make_template, source, tokenizer.special_tokens, model.limits.max_prompt_bytes)
+        return await self._in_turn(lambda: tokenizer.form_of(make()))
+
+    async def _in_turn(self, work: Callable[[], ResultT]) -> ResultT:
+        """Work on a template that came with a request. Raises `OverloadedError` if others' took all the time that this
+        one may wait."""
+        begin_by = time.monotonic() + MAX_TEMPLATE_WAIT_S
+
+        def begin() -> ResultT:
+            if time.monotonic() > begin_by:
+                raise OverloadedError("others' chat templates are being rendered, try again later")
+            return work()
+
+        return await self._template_threads.run(SHORT + 1, begin)
 
     async def check_guided(
         self, params: SamplingParams, name: FieldName, tools: Tools | None = None, form: Guided | None = None

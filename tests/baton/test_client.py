@@ -95,6 +95,10 @@ def test_chats_that_go_on_and_tools_that_are_allowed_are_sent(client: Client, ro
     assert (asked.continue_final_message, asked.chat_template_kwargs) == (True, '{"a": 1}')
     assert not asked.HasField("add_special_tokens")
     assert not asked.HasField("add_generation_prompt")
+    client.chat(chat, chat_template="{{ messages }}").result()
+    client.tokenize(messages=chat, chat_template="{{ messages }}")
+    for sent in (router[0].requests[-1], router[0].tokenizing[-1]):
+        assert sent.chat_template == "{{ messages }}"
 
 
 @pytest.mark.parametrize(

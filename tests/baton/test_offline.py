@@ -220,6 +220,16 @@ def test_an_answer_goes_on_with_the_last_message(llm: LLM) -> None:
         llm.tokenize_chat("hello", continue_final_message=True)
 
 
+def test_a_template_of_the_callers_own(llm: LLM) -> None:
+    written = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ end }}"
+    (output,) = llm.chat("hello", greedy(), use_tqdm=False, chat_template=written, chat_template_kwargs={"end": "."})
+    assert output.prompt_token_ids == ids_of("user: hello;.")
+    assert llm.tokenize_chat("hello", chat_template=written) == ids_of("user: hello;")
+    for wrong in ("{% if %}", "{{ raise_exception('no') }}"):
+        with pytest.raises(InvalidArgumentError, match=r"(?s)^(chat_template|messages): the chat template given"):
+            llm.tokenize_chat("hello", chat_template=wrong)
+
+
 def test_parts_are_joined_as_over_rest(llm: LLM) -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
     outputs = [llm.chat([("user", "hello\nworld")], greedy(2), use_tqdm=False)[0]]
@@ -445,6 +455,8 @@ def test_a_stack_that_runs_elsewhere() -> None:
         assert list(router.requests[-1].tool_choice.allowed) == ["add"]
         llm.chat([("assistant", "a")], use_tqdm=False, continue_final_message=True)
         assert router.requests[-1].continue_final_message
+        llm.chat("a b", use_tqdm=False, chat_template="{{ messages }}")
+        assert router.requests[-1].chat_template == "{{ messages }}"
         llm.tokenize_chat([("assistant", "a")], continue_final_message=True, tools=[tool])
         assert router.tokenizing[-1].messages[0].content == "a"
         assert router.tokenizing[-1].tools[0].name == "add"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common import grammar_process
+from common import bounded_process, grammar_process
 from common.errors import UnavailableError
 from common.grammar_process import GrammarProcess, GrammarThreads, ModelTokens
 from common.guided import Guided
@@ -168,7 +168,7 @@ def test_a_process_that_does_not_answer_is_ended(fresh: GrammarProcess, monkeypa
     (runner,) = children(process.pid)
     os.kill(runner, signal.SIGSTOP)
     await_state(runner, "T")
-    monkeypatch.setattr(grammar_process, "MAX_ANSWER_S", 0.1)
+    monkeypatch.setattr(bounded_process, "MAX_ANSWER_S", 0.1)
     with pytest.raises(UnavailableError, match="no time"):
         process.check(GOOD)
     os.kill(runner, signal.SIGCONT)
@@ -211,7 +211,7 @@ def test_it_ends_with_its_parent_and_has_none_of_its_sockets(at: str) -> None:
 def test_threads_that_compile_what_passed_have_larger_stacks() -> None:
     threads = GrammarThreads(1, "grammar")
     assert threads.submit(threading.get_ident).result() != threading.get_ident()
-    assert grammar_process.LARGER_STACK_BYTES > grammar_process.STACK_BYTES
+    assert grammar_process.LIMITS.stack_bytes < grammar_process.LARGER_STACK_BYTES
     assert threading.stack_size() == 0  # others' are as they were
     threads.close()
 

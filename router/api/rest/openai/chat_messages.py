@@ -71,6 +71,7 @@ def conversation_of(
     *,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
+    chat_template: str | None = None,
 ) -> Conversation:
     """Counts before it looks at anything. Raises `InvalidArgumentError`."""
     if add_generation_prompt and continue_final_message:
@@ -88,6 +89,7 @@ def conversation_of(
         template_options=options or {},
         asks_answer=add_generation_prompt is not False,
         continues_last=bool(continue_final_message),
+        chat_template=chat_template or "",
     )
 
 
@@ -98,15 +100,19 @@ class ChatInPlace(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: GivenRaw = UNSET
+    chat_template: str | None = None
     add_special_tokens: bool | None = None  # of the text
 
-    of_chat: ClassVar[tuple[str, ...]] = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    of_chat: ClassVar[tuple[str, ...]] = (
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "chat_template",
+    )
     of_text: ClassVar[tuple[str, ...]] = ()
 
     def check_chat(self) -> None:
         """Raises `InvalidArgumentError` for what is of a text and of a chat at once."""
-        refuse_if_asked(self, ("chat_template",))
         for name in self.of_chat if self.messages is None else self.of_text:
             if getattr(self, name) is not None:
                 reason = "is only for messages" if self.messages is None else "cannot be together with messages"
@@ -124,6 +130,7 @@ class ChatInPlace(Body, kw_only=True):
             limits,
             add_generation_prompt=asks if self.add_generation_prompt is None else self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
         )
 
 

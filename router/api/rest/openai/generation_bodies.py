@@ -159,7 +159,7 @@ class ChatBody(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # whether the answer continues the last message
     echo: bool | None = None
-    chat_template: GivenRaw = UNSET
+    chat_template: str | None = None  # in place of the model's, where the router allows it
     documents: GivenRaw = UNSET
     mm_processor_kwargs: GivenRaw = UNSET
     media_io_kwargs: GivenRaw = UNSET
@@ -168,7 +168,6 @@ class ChatBody(GenerationBody, kw_only=True):
         "functions",
         "audio",
         "prediction",
-        "chat_template",
         "documents",
         "mm_processor_kwargs",
         "media_io_kwargs",
@@ -215,6 +214,7 @@ class ChatBody(GenerationBody, kw_only=True):
             limits,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
         )
         effort = check_effort(self.reasoning_effort, "reasoning_effort")
         return replace(conversation, effort=effort) if effort else conversation

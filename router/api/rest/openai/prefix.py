@@ -31,6 +31,7 @@ class PrefixBody(Body, kw_only=True):
     messages: list[ChatMessage] | None = None
     tools: list[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
     prompt: str | list[int] | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
@@ -40,7 +41,10 @@ class PrefixBody(Body, kw_only=True):
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
         if (self.messages is None) is (self.prompt is None):
             raise InvalidArgumentError("messages", "set one of messages and prompt")
-        mine, others = ("messages", ("add_special_tokens",)), ("prompt", ("tools", "chat_template_kwargs"))
+        mine, others = (
+            ("messages", ("add_special_tokens",)),
+            ("prompt", ("tools", "chat_template_kwargs", "chat_template")),
+        )
         given, unfit = mine if self.prompt is None else others
         for name in unfit:
             if getattr(self, name) is not None:
@@ -48,7 +52,8 @@ class PrefixBody(Body, kw_only=True):
 
     def conversation(self, limits: ModelLimits) -> Conversation:
         tools = chat_tools(self.tools or (), None, parallel=True)
-        return conversation_of(self.messages or [], tools, self.chat_template_kwargs, limits)
+        options, template = self.chat_template_kwargs, self.chat_template
+        return conversation_of(self.messages or [], tools, options, limits, chat_template=template)
 
 
 class RetainPrefixBody(PrefixBody, kw_only=True):

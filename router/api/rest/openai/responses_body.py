@@ -114,6 +114,7 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
 
     # Not OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
 
     # Of what is stored, as `store`.
     previous_response_id: GivenRaw = UNSET
@@ -207,6 +208,7 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
             template_options=options,
             effort=check_effort(self._effort, "reasoning.effort"),
             effort_field="reasoning.effort",
+            chat_template=self.chat_template or "",
         )
 
     @property
