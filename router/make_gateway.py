@@ -73,7 +73,7 @@ def make_gateway(
 
 def _endings(settings: RouterSettings, process: RouterProcess) -> Endings:
     slow_ms = settings.slow_request_ms
-    return Endings(process.finished, slow_s=None if slow_ms is None else slow_ms / 1000)
+    return Endings(process.finished, process.in_flight, slow_s=None if slow_ms is None else slow_ms / 1000)
 
 
 def policy_of(settings: RouterSettings) -> Policy:

@@ -16,6 +16,7 @@ from router.limits.request_queue import Places, RequestQueue
 from router.processes.process_query import ProcessQuery, T
 from router.running.decisions import Decisions
 from router.running.finished import Finished
+from router.running.in_flight import InFlight
 
 
 class RouterProcess:
@@ -33,6 +34,7 @@ class RouterProcess:
         self.demand = Demand()
         self.decisions = Decisions()
         self.finished = Finished()
+        self.in_flight = InFlight()
         self.queue: Places = RequestQueue(
             settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
         )

@@ -26,6 +26,14 @@ class Ending:
 
 
 @dataclass(slots=True, frozen=True)
+class Pace:
+    """How fast an answer came."""
+
+    ttft_ms: float
+    tpot_ms: float | None  # mean time between two tokens; None if it has one
+
+
+@dataclass(slots=True, frozen=True)
 class _Kept:
     """What `FinishedRequest` is made of, without the prompt."""
 
@@ -82,6 +90,22 @@ class Finished:
             if (tenant is None or kept.tenant == tenant) and (not request_id or kept.request_id == request_id)
         )
         return [_told(kept) for kept in itertools.islice(found, limit)]
+
+    def paces(self, latest_s: float) -> list[Pace]:
+        """Of the answers that became complete in the last `latest_s` seconds."""
+        since, found = self._clock() - latest_s, []
+        for kept in reversed(self._kept):
+            if kept.ended_at < since:
+                break
+            first, last, num = (
+                kept.progress.first_token_at,
+                kept.progress.last_token_at,
+                kept.progress.num_output_tokens,
+            )
+            if kept.ending.status == "ok" and first is not None and last is not None:
+                per_token_ms = 1000 * (last - first) / (num - 1) if num > 1 else None
+                found.append(Pace(1000 * (first - kept.arrived_at), per_token_ms))
+        return found
 
 
 def _told(kept: _Kept) -> FinishedRequest:

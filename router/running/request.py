@@ -177,6 +177,7 @@ class Attempt:
     first_token_at: float | None = None
     ended_at: float | None = None  # None for the last one, which ends with the request
     failure: str = ""  # why another one followed
+    prefill_worker: str = ""  # that was to compute the prompt; empty: the decode worker itself
 
 
 @dataclass(slots=True)

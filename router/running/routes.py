@@ -104,7 +104,8 @@ class Routes:
         metrics.router_expected_cached_tokens.inc(decision.num_cached_tokens)
         request.siblings.decode = request.siblings.decode or decision.decode.incarnation
         now, index = self._clock(), self._registry.blocks.index
-        progress.attempts.append(Attempt(cause, decision.decode.address, now))
+        helper = "" if decision.in_place or not decision.prefill else decision.prefill[0].address
+        progress.attempts.append(Attempt(cause, decision.decode.address, now, prefill_worker=helper))
         for address in load_of(decision):
             index.expect(address, route.block_names, now)
         if log.isEnabledFor(logging.DEBUG):

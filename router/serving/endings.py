@@ -11,6 +11,7 @@ from common.errors import BatonError
 from common.grpc.options import DEADLINE_SLACK_S
 from common.types import FinishReason
 from router.running.finished import Ending, Finished, in_words, stages
+from router.running.in_flight import InFlight
 from router.running.request import GenerationRequest, Progress
 
 log = logging.getLogger(__name__)
@@ -19,9 +20,16 @@ log = logging.getLogger(__name__)
 class Endings:
     """Shared by all requests of a router process."""
 
-    def __init__(self, finished: Finished | None = None, *, slow_s: float | None = None) -> None:
+    def __init__(
+        self,
+        finished: Finished | None = None,
+        in_flight: InFlight | None = None,
+        *,
+        slow_s: float | None = None,
+    ) -> None:
         """`slow_s`: a request that takes longer has its timeline in the log; None: none has."""
         self._finished = finished or Finished()
+        self.in_flight = in_flight or InFlight()
         self._slow_s = slow_s
 
     def watching(self, request: GenerationRequest, progress: Progress) -> _Watching:
@@ -52,6 +60,7 @@ class Endings:
 
     def _told(self, how: str, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
         progress.has_ended = True
+        self.in_flight.ended(progress)
         self._finished.add(request, progress, ending)
         now = time.monotonic()
         if self._slow_s is not None and now - request.arrived_at > self._slow_s:
@@ -72,10 +81,13 @@ class _Watching:
         self._progress = progress
 
     def __enter__(self) -> None:
-        pass
+        self._endings.in_flight.began(self._request, self._progress)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or self._progress.has_ended:
+        if self._progress.has_ended:
+            return
+        if error is None:  # its reader left before the end
+            self._endings.in_flight.ended(self._progress)
             return
         if isinstance(error, BatonError):
             ending = Ending(error.grpc_code.lower(), error.message)

@@ -64,6 +64,7 @@ class Page:
         self.workers: dict[str, Told] = {}
         self.samples: list[Told] = []
         self.handoffs: list[list[object]] = []
+        self.running: list[Told] = []
         self.about: Told = {}
         self._columns: dict[str, list[str]] = {}
 
@@ -83,7 +84,7 @@ class Page:
             del self.workers[address]
         self.samples += [dict(zip(self._columns["samples"], row, strict=True)) for row in told["samples"]]
         self.about = told.get("about", self.about)
-        self.handoffs = told["handoffs"]
+        self.handoffs, self.running = told["handoffs"], told["running"]
 
 
 # ------------------------------------------------------------------------------------------------- the files
@@ -176,6 +177,27 @@ async def test_the_fleet_as_it_is_and_as_it_changes(start_worker: StartWorker, s
         assert page.samples[-1]["prompt_tokens"] > 16
         await page.until(lambda: not page.handoffs)  # it is over
         assert set(page.names[1:]) == {"change"}
+
+
+async def test_a_request_while_it_runs_and_how_fast_answers_come(worker: FakeWorker, router: RunningRouter) -> None:
+    async with watching(router) as events, client_of(router) as client:
+        page = Page(events)
+        worker.hang_after = 2
+        body = {"prompt": "Hello", "max_tokens": 4, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "one"}) as answer:
+            assert answer.status_code == 200
+            await page.until(lambda: page.running and page.running[0]["output_tokens"] == 2)
+            (told,) = page.running
+            assert (told["request_id"], told["phase"], told["decode_worker"]) == ("one", "decode", worker.address)
+            assert 0 < told["ttft_ms"] <= told["total_ms"]
+        await page.until(lambda: not page.running)  # its client left
+        assert page.samples[-1]["ttft_p50_ms"] is None
+        worker.hang_after = None
+        assert (await client.post("/v1/completions", json={**body, "stream": False})).status_code == 200
+        await page.until(lambda: page.samples[-1]["ttft_p50_ms"] is not None)
+        last = page.samples[-1]
+        assert 0 < last["ttft_p50_ms"] <= last["ttft_p95_ms"]
+        assert 0 <= last["tpot_p50_ms"] <= last["tpot_p95_ms"]
 
 
 async def test_who_may_watch(worker: FakeWorker, start_router: StartRouter, keys: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
@@ -30,6 +31,8 @@ from router.api.worker_views import WorkerViews
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.processes.process_query import ProcessQuery
+from router.running.finished import Pace
+from router.running.in_flight import RunningRequest
 from router.serving.gateway import Gateway
 
 log = logging.getLogger(__name__)
@@ -38,11 +41,13 @@ LOOK_S = 0.5
 IDLE_LOOK_S = 5.0  # while nobody watches
 SAMPLE_S = 1.0
 MAX_SAMPLES = 600
-HANDOFFS_S = 1.0  # in which handoffs that began are shown
+HANDOFFS_S = 1.0  # for which a handoff that began is shown, and longer until the request's first token
+PACES_S = 10.0  # in which the answers became complete whose paces are shown
+MAX_RUNNING = 100  # requests that are shown, of each process
 MAX_VIEWERS = 64
 SAMPLE_COLUMNS = (
     "time", "requests", "failed", "prompt_tokens", "output_tokens", "running", "queued", "waiting", "prefill_kv",
-    "decode_kv",
+    "decode_kv", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms",
 )  # fmt: skip
 NO_FAILURES = ("ok", "cancelled")
 
@@ -53,7 +58,9 @@ class ProcessShare:
 
     num_queued: int  # requests that wait in the router for their turn
     num_failed: int  # since the process began
-    handoffs: list[tuple[str, str, int]]  # prefill and decode worker, and how many began of late
+    handoffs: list[tuple[str, str, int]]  # prefill and decode worker, and how many are on their way
+    paces: list[Pace]
+    running: list[RunningRequest]
 
 
 @dataclass(slots=True)
@@ -74,6 +81,7 @@ class _Seen:
     epochs: dict[str, str] = field(default_factory=dict)  # of `infos`
     about: dict[str, object] = field(default_factory=dict)
     handoffs: list[tuple[str, str, int]] = field(default_factory=list)
+    running: list[RunningRequest] = field(default_factory=list)
 
 
 class Live:
@@ -171,8 +179,9 @@ class Live:
         if about != seen.about:
             told["about"] = about
         told["samples"] = [] if sample is None else [sample]
-        told["handoffs"] = handoffs = _summed(shares)
-        seen.rows, seen.about, seen.handoffs = rows, about, handoffs
+        told["handoffs"] = seen.handoffs = _summed(shares)
+        told["running"] = seen.running = _newest(shares)
+        seen.rows, seen.about = rows, about
         seen.infos = {address: info for address, info in (seen.infos | infos).items() if address in rows}
         self._look = _Look(self._look.number + 1, _event("change", told))
         self._is_fresh = True
@@ -191,6 +200,7 @@ class Live:
                 "info": seen.infos,
                 "samples": list(self._samples),
                 "handoffs": seen.handoffs,
+                "running": seen.running,
             },
         )
 
@@ -231,12 +241,16 @@ class Live:
             sum(one.load.num_requests_waiting for one in endpoints),
             kv_in_use(one for one in endpoints if one.can_prefill),
             kv_in_use(one for one in endpoints if one.can_decode),
+            *_middle_and_late([pace.ttft_ms for share in shares for pace in share.paces]),
+            *_middle_and_late([pace.tpot_ms for share in shares for pace in share.paces if pace.tpot_ms is not None]),
         )
 
     def _own_share(self, *_: object) -> list[ProcessShare]:
-        decisions, admission = self._gateway.process.decisions, self._gateway.admission
-        handoffs = [(*pair, number) for pair, number in decisions.handoffs(HANDOFFS_S).items()]
-        return [ProcessShare(admission.num_queued, _num_failed(), handoffs)]
+        process, num_queued = self._gateway.process, self._gateway.admission.num_queued
+        found = process.decisions.handoffs(HANDOFFS_S) + process.in_flight.handoffs(HANDOFFS_S)
+        handoffs = [(*pair, number) for pair, number in found.items()]
+        paces, running = process.finished.paces(PACES_S), process.in_flight.latest(MAX_RUNNING)
+        return [ProcessShare(num_queued, _num_failed(), handoffs, paces, running)]
 
 
 def _num_failed() -> int:
@@ -251,6 +265,21 @@ def _summed(shares: list[ProcessShare]) -> list[tuple[str, str, int]]:
         for prefill, decode, number in share.handoffs:
             total[prefill, decode] = total.get((prefill, decode), 0) + number
     return [(*pair, number) for pair, number in total.items()]
+
+
+def _newest(shares: list[ProcessShare]) -> list[RunningRequest]:
+    running = [one for share in shares for one in share.running]
+    return sorted(running, key=lambda one: one.time, reverse=True)[:MAX_RUNNING]
+
+
+def _middle_and_late(values: list[float]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile, by nearest rank; None if there are no values."""
+    values = sorted(values)
+    return _rank(values, 0.5), _rank(values, 0.95)
+
+
+def _rank(ordered: list[float], share: float) -> float | None:
+    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 2) if ordered else None
 
 
 def _event(name: str, told: Mapping[str, object]) -> bytes:

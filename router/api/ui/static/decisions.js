@@ -5,6 +5,8 @@ import { askJson } from "./server.js";
 
 const EVERY_MS = 2000;
 
+const first = (workers) => (workers.length > 1 ? el("span", { title: workers.join(", ") }, `${workers[0]} (+${workers.length - 1})`) : workers[0]);
+
 export class Decisions {
   constructor() {
     this.timer = null;
@@ -53,7 +55,7 @@ export class Decisions {
       el("td", {}, one.cause),
       el("td", { class: "number" }, String(one.prompt_tokens)),
       el("td", { class: "number" }, String(one.cached_tokens)),
-      el("td", {}, one.in_place ? "in place" : one.prefill_workers.join(", ")),
+      el("td", {}, one.in_place || !one.prefill_workers.length ? "in place" : first(one.prefill_workers)),
       el("td", {}, one.decode_worker),
       el("td", { class: "why" }, el("ol", {}, one.reasons.map((reason) => el("li", {}, reason)))))));
   }

@@ -9,7 +9,7 @@ function fill(node, attributes, children) {
     else if (name === "vars") for (const [key, one] of Object.entries(value)) node.style.setProperty(key, one);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((one) => one !== null && one !== undefined && one !== ""));
+  node.append(...children.flat(Infinity).filter((one) => one !== null && one !== undefined && one !== ""));
   return node;
 }
 
