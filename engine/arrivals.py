@@ -109,7 +109,7 @@ class Arrivals:
             field = "sampling_params.guided" if answered.grpc_code == InvalidArgumentError.grpc_code else ""
             event = m.RequestFailed(answered.request.request_id, answered.grpc_code, answered.failure, field)
             self._emit(event)
-        return self._lookups.take_answered()
+        return self._lookups.take_answered() if self._lookups.waiting else []
 
     def close(self) -> None:
         if self._grammars is not None:

@@ -28,7 +28,7 @@ class CacheHints:
         self._blocks = blocks
         self._remote_kv = remote_kv
         self._emit = emit
-        self._evicting: list[_Evicting] = []
+        self.evicting: list[_Evicting] = []  # not answered yet
 
     def handle(self, hint: m.HintCache, now: float) -> None:
         blocks, names = self._blocks, hint.block_hashes
@@ -38,7 +38,7 @@ class CacheHints:
         if hint.action is m.CacheAction.EVICT:
             num_device, num_host = blocks.named.evict(names)
             stored = self._remote_kv.evict_stored(names)
-            self._evicting.append(_Evicting(hint.call_id, num_device, num_host, stored, now + STORE_TIMEOUT_S))
+            self.evicting.append(_Evicting(hint.call_id, num_device, num_host, stored, now + STORE_TIMEOUT_S))
             self.report(now)
             return
         num_device, num_host = blocks.named.count_here(names)
@@ -50,10 +50,8 @@ class CacheHints:
 
     def report(self, now: float) -> None:
         """Answers evictions that the store has carried out, or that took it too long."""
-        if not self._evicting:
-            return
         waiting = []
-        for one in self._evicting:
+        for one in self.evicting:
             num_stored, failure = one.stored.num_blocks, one.stored.failure
             if num_stored is None and now < one.give_up:
                 waiting.append(one)
@@ -69,4 +67,4 @@ class CacheHints:
                     failure=failure,
                 )
             )
-        self._evicting = waiting
+        self.evicting = waiting

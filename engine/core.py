@@ -229,7 +229,8 @@ class EngineCore:
             return
         self._has_newcomers = False
         output = self.scheduler.admit_remote(self._clock())
-        self._device.copy(output.host_copies)
+        if output.host_copies:
+            self._device.copy(output.host_copies)
         self.remote_kv.start()
 
     def begin(self, output: SchedulerOutput) -> BegunStep:
@@ -276,6 +277,8 @@ class EngineCore:
 
     def take_in_transfers(self) -> None:
         """Takes in the results of transfers. May be called at any time between two other calls, also in mid-step."""
+        if self.remote_kv.is_idle:
+            return
         for reason in self.remote_kv.take_in(self._read_commands):
             report_not_stored(reason)
         self._take_back()
@@ -337,9 +340,11 @@ class EngineCore:
         )
         output = self.scheduler.schedule(now, drafts)
         self._has_newcomers = False
-        self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
+        if output.host_copies:
+            self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
         self.remote_kv.publish(output.publishes)
-        self.remote_kv.start()
+        if not self.remote_kv.is_idle:
+            self.remote_kv.start()
         for request in output.preempted:
             report_preempted(request)
         return output

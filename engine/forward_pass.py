@@ -130,7 +130,7 @@ class ForwardPass:
             num_computed_tokens=start,
             block_ids=request.block_ids,
             draw=draw(request.sampling_params, request.num_output_tokens, changes, mask) if is_last else None,
-            score=next_scores(request, num_new),
+            score=next_scores(request, num_new) if request.num_unscored_tokens else None,
         )
 
     @staticmethod

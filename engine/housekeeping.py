@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.blocks.block_manager import BlockManager
+from engine.blocks.counts import NOTHING
 from engine.cache_hints import CacheHints
 from engine.device import Device
 from engine.remote_kv import RemoteKV
@@ -35,6 +36,7 @@ class Housekeeping:
         self._device = device
         self._take_back = take_back
         self._wake = wake
+        self._num_retained: int | None = None  # as reported
 
     def due(self, now: float) -> None:
         """Before the scheduler decides.
@@ -45,10 +47,12 @@ class Housekeeping:
         4. If there is nothing to compute, blocks of host memory are brought to the store. They come last, since
            they take device blocks in the order of eviction that is now right.
         """
-        self._remote_kv.give_up_overdue()
-        self._take_back()
-        self._blocks.named.expire_retention(now)
-        self._hints.report(now)
+        if not self._remote_kv.is_idle:
+            self._remote_kv.give_up_overdue()
+            self._take_back()
+        self._blocks.expire_retention(now)
+        if self._hints.evicting:
+            self._hints.report(now)
         self._remote_kv.age_stored(now)
         if not self._scheduler.has_work:
             self._remote_kv.write_back_from_host(self._device.copy)
@@ -56,11 +60,16 @@ class Housekeeping:
     def rest(self, now: float) -> None:
         """After the scheduler has decided, and what it decided is carried out: prefetches go on with the blocks that
         are left, while no request waits."""
+        if self._remote_kv.is_idle:
+            return
         may_move = not self._scheduler.num_waiting
         if self._remote_kv.go_on_prefetching(now, self._device.copy, may_move=may_move):
             self._wake()  # the next group comes with the next step, which is not to wait for anything else
 
     def report(self) -> None:
         """Adds to the metrics what was counted since the last step."""
-        report_counts(self._blocks.take_counts())
-        report_retained(len(self._blocks.retention))
+        if self._blocks.counts != NOTHING:
+            report_counts(self._blocks.counts.take())
+        if (num_retained := len(self._blocks.retention)) != self._num_retained:
+            report_retained(num_retained)
+            self._num_retained = num_retained

@@ -14,8 +14,6 @@ log = logging.getLogger(__name__)
 
 def report_counts(counts: CacheCounts) -> None:
     """Adds these to the metrics."""
-    if counts == CacheCounts():
-        return
     for tier, number in (
         ("device", counts.device_hits),
         ("host", counts.host_hits),

@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from common.batch_time import StepShape
 from common.types import SampledToken
@@ -108,12 +109,12 @@ class StepRow:
     first: Drawn | None = None  # what the first of `token_ids` is, if it was not known when the step was made
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepInput:
     number: int  # one more than the device's step before
     rows: Sequence[StepRow]
 
-    @property
+    @cached_property
     def shape(self) -> StepShape:
         return shape_of(self.rows)
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Set
 
 from engine.blocks.block_pool import BlockPool
-from engine.blocks.counts import CacheCounts
 from engine.blocks.host_tier import BlockCopy
 from engine.blocks.named_blocks import NamedBlocks
 from engine.blocks.retention import Retention
@@ -79,10 +78,6 @@ class BlockManager:
     def may_demote(self, num_tokens: int) -> bool:
         """Whether an allocation for so many tokens could copy evicted blocks to host memory."""
         return self.host.keeps_evicted and self.blocks_for(num_tokens) > self.num_empty_blocks
-
-    def take_counts(self) -> CacheCounts:
-        """What was counted since the last call."""
-        return self.tiers.take_counts()
 
     # ------------------------------------------------------------------------------- find by name and share
 
@@ -174,6 +169,8 @@ class BlockManager:
     def append(self, request: Request, num_tokens: int) -> bool:
         """Grows the block table to hold `num_tokens`; all or nothing."""
         num_new = self.blocks_for(num_tokens) - len(request.block_ids)
+        if num_new <= 0:
+            return True
         if num_new > self.num_available_blocks:
             return False
         request.block_ids.extend(self.pool.take() for _ in range(num_new))
@@ -244,9 +241,14 @@ class BlockManager:
 
     def take_copies(self) -> list[BlockCopy]:
         """See `HostTier.take_copies`."""
-        return self.host.take_copies()
+        return self.host.take_copies() if self.host.copies else []
 
-    # ----------------------------------------------------------------------------------------------- holds
+    # ------------------------------------------------------------------------------------ retention and holds
+
+    def expire_retention(self, now: float) -> None:
+        """Ends the retention of names whose time is over."""
+        if names := self.retention.expire(now):
+            self.named.reorder(names)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """See `BlockPool.hold`."""

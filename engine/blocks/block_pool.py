@@ -38,7 +38,7 @@ class BlockPool:
         self._empty = deque(range(num_blocks))
         self._cached = EvictionOrder()
         self._num_frees = 0
-        self._held: Counter[int] = Counter()  # references of transfers
+        self._held: dict[int, int] = {}  # references of transfers, by block
         self._tiers = tiers
 
     # ------------------------------------------------------------------------------------------- counts
@@ -119,20 +119,20 @@ class BlockPool:
         """Adds a transfer's references: the blocks stay owned until `unhold`, even if their request ends."""
         for block_id in block_ids:
             self.share(block_id)
-            self._held[block_id] += 1
+            self._held[block_id] = self._held.get(block_id, 0) + 1
 
     def take_held(self, num_blocks: int) -> list[int]:
         """Blocks without content, held until `unhold`. There must be room."""
         block_ids = [self.take() for _ in range(num_blocks)]
-        self._held.update(block_ids)
+        self._held.update(dict.fromkeys(block_ids, 1))
         return block_ids
 
     def unhold(self, block_id: int) -> None:
-        if not self._held[block_id]:
+        num_held = self._held.pop(block_id, 0)
+        if not num_held:
             raise ValueError(f"block {block_id} is not held")
-        self._held[block_id] -= 1
-        if not self._held[block_id]:
-            del self._held[block_id]
+        if num_held > 1:
+            self._held[block_id] = num_held - 1
         self.drop(block_id)
 
     # --------------------------------------------------------------------------------- the order of eviction

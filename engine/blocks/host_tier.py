@@ -52,7 +52,7 @@ class HostTier:
         self._counts = counts
         self._on_gone = on_gone
         self.keeps_evicted = keep_evicted
-        self._copies: list[BlockCopy] = []
+        self.copies: list[BlockCopy] = []
 
     def __contains__(self, name: bytes) -> bool:
         return name in self.pool
@@ -62,7 +62,7 @@ class HostTier:
 
     def take_copies(self) -> list[BlockCopy]:
         """Copies decided since the last call. Carry them out in this order, before the blocks are used."""
-        copies, self._copies = self._copies, []
+        copies, self.copies = self.copies, []
         return copies
 
     def demote(self, block_id: int, name: bytes) -> bool:
@@ -75,7 +75,7 @@ class HostTier:
         if host_block is None:
             return False
         self.pool.keep(name, host_block)
-        self._copies.append(BlockCopy(BlockCopyKind.DEMOTE, block_id, host_block))
+        self.copies.append(BlockCopy(BlockCopyKind.DEMOTE, block_id, host_block))
         self._counts.demoted += 1
         return True
 
@@ -92,7 +92,7 @@ class HostTier:
         host_blocks = [self.pool.take_named(name) for name in names]
         for name, host_block in zip(names, host_blocks, strict=True):
             block_id = take()
-            self._copies.append(BlockCopy(BlockCopyKind.PROMOTE, block_id, host_block))
+            self.copies.append(BlockCopy(BlockCopyKind.PROMOTE, block_id, host_block))
             put(block_id, name)
         for name, host_block in reversed(list(zip(names, host_blocks, strict=True))):
             self.pool.keep(name, host_block)
@@ -109,14 +109,14 @@ class HostTier:
             if host_block is None:
                 raise InternalError("host memory has fewer blocks than it said")
             host_blocks.append(host_block)
-            self._copies.append(BlockCopy(BlockCopyKind.SWAP_OUT, block_id, host_block))
+            self.copies.append(BlockCopy(BlockCopyKind.SWAP_OUT, block_id, host_block))
         self._counts.swapped_out += len(block_ids)
         return host_blocks
 
     def swap_in(self, host_blocks: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copies a request's blocks up and gives their host blocks back."""
         pairs = zip(block_ids, host_blocks, strict=True)
-        self._copies += [BlockCopy(BlockCopyKind.SWAP_IN, block_id, host_block) for block_id, host_block in pairs]
+        self.copies += [BlockCopy(BlockCopyKind.SWAP_IN, block_id, host_block) for block_id, host_block in pairs]
         self.pool.free(host_blocks)
 
     def _take(self, *, spare_retained: bool = False) -> int | None:

@@ -103,16 +103,13 @@ class NamedBlocks:
         changed, num_lost = self._tiers.retention.retain(tenant, here, seconds)
         self._tiers.counts.retained += len(here)
         self._tiers.counts.outbid += num_lost
-        self._reorder(changed)
+        self.reorder(changed)
 
     def end_retention(self, tenant: str, names: Sequence[bytes]) -> None:
         """Ends the tenant's retention of these names."""
-        self._reorder(self._tiers.retention.release(tenant, names))
+        self.reorder(self._tiers.retention.release(tenant, names))
 
-    def expire_retention(self, now: float) -> None:
-        self._reorder(self._tiers.retention.expire(now))
-
-    def _reorder(self, names: Iterable[bytes]) -> None:
+    def reorder(self, names: Iterable[bytes]) -> None:
         """Updates the order of eviction after these names' retention has changed."""
         for name in names:
             if (block_id := self._cache.find(name)) is not None:

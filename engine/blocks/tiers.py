@@ -29,7 +29,6 @@ class Tiers:
         has_store: bool,
     ) -> None:
         self.counts = CacheCounts()
-        self._num_dropped_before = 0  # in the counts that were taken
         self.cache = PrefixCache(block_size, root_hash, is_enabled=enable_prefix_caching)
         self.news = BlockNews()
         self.retention = retention
@@ -48,13 +47,6 @@ class Tiers:
     def names(self) -> Set[bytes]:
         """The names of all blocks that can be found, on the device or in host memory."""
         return self.cache.names() | self.host.names()
-
-    def take_counts(self) -> CacheCounts:
-        """What was counted since the last call."""
-        num_dropped = self.write_back.num_dropped
-        self.counts.dropped = num_dropped - self._num_dropped_before
-        self._num_dropped_before = num_dropped
-        return self.counts.take()
 
     # ------------------------------------------------------------------------------------- what became of it
 

@@ -19,15 +19,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from engine.blocks.counts import CacheCounts
+
 
 class UnstoredBlocks:
-    def __init__(self) -> None:
+    def __init__(self, counts: CacheCounts) -> None:
+        self._counts = counts
         self._queued: OrderedDict[bytes, int] = OrderedDict()  # name: index in its request's block table
         self._below: OrderedDict[bytes, int] = OrderedDict()  # the same, of which only host memory has a copy
         self._in_flight: set[bytes] = set()
         self._stored: set[bytes] = set()  # of the blocks that are here
         self._unverified: set[bytes] = set()  # the same, but that is long ago; may be queued
-        self.num_dropped = 0  # evicted before their turn and not known to have been stored, or failed
 
     def __len__(self) -> int:
         """Blocks that still have to be written, or verified."""
@@ -85,12 +87,12 @@ class UnstoredBlocks:
     def end(self, name: bytes, *, is_stored: bool) -> None:
         """The write of a block has ended."""
         self._in_flight.discard(name)
-        self.num_dropped += not is_stored
+        self._counts.dropped += not is_stored
 
     def forget(self, name: bytes) -> None:
         """The block is gone from here."""
         is_due = self._queued.pop(name, None) is not None or self._below.pop(name, None) is not None
-        self.num_dropped += is_due and name not in self._unverified
+        self._counts.dropped += is_due and name not in self._unverified
         self._stored.discard(name)
         self._unverified.discard(name)
 

@@ -19,11 +19,6 @@ from kv_store.base import LocalBlock
 class NoWriteBack:
     """There is no store: nothing is written back. The methods say what `WriteBack` does if there is one."""
 
-    @property
-    def num_dropped(self) -> int:
-        """Blocks that were evicted before their turn, or whose write failed, since the start."""
-        return 0
-
     def __len__(self) -> int:
         """Blocks that still have to be written, or verified."""
         return 0
@@ -78,14 +73,10 @@ class WriteBack(NoWriteBack):
         self._cache = cache
         self._host = host
         self._counts = counts
-        self._unstored = UnstoredBlocks()
+        self._unstored = UnstoredBlocks(counts)
 
     def __len__(self) -> int:
         return len(self._unstored)
-
-    @property
-    def num_dropped(self) -> int:
-        return self._unstored.num_dropped
 
     def promoted(self, name: bytes) -> None:
         self._unstored.promote(name)

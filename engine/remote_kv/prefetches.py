@@ -55,62 +55,62 @@ class Prefetches:
         self._store = store
         self._transfers = transfers
         self._emit = emit
-        self._waiting: list[_Prefetch] = []
+        self.waiting: list[_Prefetch] = []
 
     def __contains__(self, request_id: str) -> bool:
-        return any(one.request_id == request_id for one in self._waiting)
+        return any(one.request_id == request_id for one in self.waiting)
 
     def start(self, call_id: int, tenant: str, names: Sequence[bytes], now: float) -> None:
         one = _Prefetch(call_id, tenant, names, now + TIMEOUT_S)
-        num_waiting = Counter(other.tenant for other in self._waiting)
-        if len(self._waiting) >= MAX_WAITING:
+        num_waiting = Counter(other.tenant for other in self.waiting)
+        if len(self.waiting) >= MAX_WAITING:
             largest, num_most = num_waiting.most_common(1)[0]
             if num_most <= num_waiting[tenant] + 1:
                 self._answer(one, TOO_MANY)
                 return
             # The largest tenant has at least two prefetches here, so its last one is not the first of all, which may
             # have begun.
-            last = next(other for other in reversed(self._waiting) if other.tenant == largest)
-            self._waiting.remove(last)
+            last = next(other for other in reversed(self.waiting) if other.tenant == largest)
+            self.waiting.remove(last)
             self._answer(last, TOO_MANY)
-        self._waiting.insert(self._position(num_waiting[tenant]), one)
+        self.waiting.insert(self._position(num_waiting[tenant]), one)
 
     def _position(self, num_before: int) -> int:
         """Where to insert a prefetch whose tenant has `num_before` prefetches waiting: tenants take turns, so it comes
         after the prefetch number `num_before`, counted from 0, of every other tenant."""
         seen: Counter[str] = Counter()
-        for position, other in enumerate(self._waiting):
+        for position, other in enumerate(self.waiting):
             if seen[other.tenant] > num_before:
                 return position
             seen[other.tenant] += 1
-        return len(self._waiting)
+        return len(self.waiting)
 
     def go_on(self, now: float, carry_out: Callable[[list[BlockCopy]], None], *, may_move: bool) -> bool:
         """Does what can be done now, and moves one group of blocks at most. Only while no step is under way, since it
         takes blocks. `may_move`: no request waits. Returns whether it could go on at once."""
         self._answer_overdue(now)
-        while self._waiting and not self._waiting[0].in_flight:
-            one = self._waiting[0]
+        while self.waiting and not self.waiting[0].in_flight:
+            one = self.waiting[0]
             num_before = one.num_from_host
             reason = one.failure or self._next(one, carry_out, may_move=may_move)
             if reason is None:
                 return one.num_from_host > num_before
-            del self._waiting[0]
+            del self.waiting[0]
             self._answer(one, reason)
         return False
 
     def evicted(self, names: Iterable[bytes]) -> None:
         """A caller evicts these names: prefetches that would bring one of them back end."""
         gone = set(names)
-        for one in self._waiting:
+        for one in self.waiting:
             if not gone.isdisjoint(one.names):
                 one.is_evicted, one.failure = True, "its blocks were evicted meanwhile"
 
     def _answer_overdue(self, now: float) -> None:
         """Answers prefetches that are overdue. If a prefetch's fetch is under way, it is answered when the fetch has
         ended, and does not hold up later prefetches."""
-        overdue = [one for one in self._waiting if now >= one.give_up and not one.in_flight]
-        self._waiting = [one for one in self._waiting if one not in overdue]
+        overdue = [one for one in self.waiting if now >= one.give_up and not one.in_flight]
+        self.waiting = [one for one in self.waiting if one not in overdue]
         for one in overdue:
             is_whole = self._blocks.named.count_on_device(one.names) == len(one.names)
             late = "" if is_whole else f"the worker had no time for it within {TIMEOUT_S:g} s"
@@ -118,7 +118,7 @@ class Prefetches:
 
     def ended(self, request_id: str, arrived: Sequence[int], lost: Sequence[int], failure: str) -> None:
         """Fetches of these blocks, by index, have ended."""
-        one = next(one for one in self._waiting if one.request_id == request_id)
+        one = next(one for one in self.waiting if one.request_id == request_id)
         is_newest = one.touched_at == self._blocks.pool.num_frees
         for index in reversed(arrived):
             block_id = one.in_flight.pop(index)

@@ -125,6 +125,15 @@ class RemoteKV:
 
     # -------------------------------------------------------------------------------------------- each step
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is moved, to be moved or to be told: as long as that is so, steps need none of what follows
+        but `publish` and `age_stored`."""
+        room = self.waiting_room
+        is_moving = self._transfers.jobs or self._prefetches.waiting
+        has_news = room.touched or room.may_have_effects
+        return not (is_moving or has_news or (self._store.keeps_blocks and self._blocks.write_back))
+
     def take_in(self, read_commands: Callable[[], None]) -> list[str]:
         """Takes in what transfers have brought. `read_commands` handles the front's messages: the end of a lease that
         came before a result makes that result worthless. Safe at any time between two calls, also in mid-step.

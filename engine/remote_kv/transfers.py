@@ -65,7 +65,7 @@ class Transfers:
         self._blocks = blocks
         self._clock = clock
         self._next_job = 0
-        self._jobs: dict[int, _Job] = {}
+        self.jobs: dict[int, _Job] = {}  # of which results are due; while there are none, nothing has to be polled
         self._published: dict[str, list[int]] = {}  # request id: its publish jobs
         self._writing: dict[int, bytes] = {}  # block being written to the store: its name
         self._overdue: dict[_Key, TransferResult] = {}  # failed, but the transfer may still move bytes
@@ -111,14 +111,14 @@ class Transfers:
         if self._store is not self._handoff:
             results += self._store.poll()
         for result in results:
-            job, key = self._jobs[result.job_id], _key(result)
+            job, key = self.jobs[result.job_id], _key(result)
             if not result.is_final:
                 self._overdue[key] = result
                 continue
             self._overdue.pop(key, None)
             job.num_due -= 1
             if job.num_due == 0:
-                del self._jobs[result.job_id]
+                del self.jobs[result.job_id]
             self._blocks.unhold(result.block_id)
             if job.request_id:
                 self._num_requested -= 1
@@ -133,7 +133,7 @@ class Transfers:
         """The transfers, by request, that failed while bytes may still move, until they are given up or have ended."""
         found: dict[str, OverdueTransfers] = {}
         for result in self._overdue.values():
-            job = self._jobs[result.job_id]
+            job = self.jobs[result.job_id]
             if job.request_id:
                 one = found.setdefault(job.request_id, OverdueTransfers())
                 one.results.append(result)
@@ -152,7 +152,7 @@ class Transfers:
 
     def _start(self, request_id: str, block_ids: list[int]) -> int:
         self._next_job += 1
-        self._jobs[self._next_job] = _Job(request_id, len(block_ids), self._clock())
+        self.jobs[self._next_job] = _Job(request_id, len(block_ids), self._clock())
         if request_id:
             self._num_requested += len(block_ids)
         self._blocks.hold(block_ids)

@@ -72,8 +72,9 @@ class WaitingRoom:
         self._handoff_is_store = handoff_is_store
         self._parked: dict[str, Parked] = {}  # by request id
         self._fetches = SharedFetches(blocks, handoff_is_store=handoff_is_store)
-        self._touched: dict[str, None] = {}  # ids of requests whose wait may be over
+        self.touched: dict[str, None] = {}  # ids of requests whose wait may be over
         self._effects = Effects()
+        self.may_have_effects = False  # since `take_effects`
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -88,6 +89,7 @@ class WaitingRoom:
         No worker is asked if so few tokens are neither cached, stored nor on their way that computing them here is
         better (`common.prefill_place`).
         """
+        self.may_have_effects = True
         num_blocks = self._blocks.blocks_for(request.num_prompt_tokens)
         first_block = request.num_computed_tokens // self._blocks.block_size
         stored, limit = self._stored_and_limit(request)
@@ -259,14 +261,14 @@ class WaitingRoom:
 
     def take_effects(self) -> Effects:
         """What the caller has to do, since the last call."""
-        effects, self._effects = self._effects, Effects()
+        effects, self._effects, self.may_have_effects = self._effects, Effects(), False
         return effects
 
     def take_settled(self) -> list[Settled]:
         """Requests whose wait is over since the last call. They are parked no more."""
         settled = []
-        while self._touched:
-            del self._touched[request_id := next(iter(self._touched))]
+        while self.touched:
+            del self.touched[request_id := next(iter(self.touched))]
             parked = self._parked.get(request_id)
             if parked and parked.wait.is_settled:
                 del self._parked[request_id]
@@ -313,7 +315,7 @@ class WaitingRoom:
         return parked
 
     def _touch(self, waiting: Iterable[Parked]) -> None:
-        self._touched.update((parked.request.request_id, None) for parked in waiting)
+        self.touched.update((parked.request.request_id, None) for parked in waiting)
 
 
 def _into(request: Request, refs: Sequence[BlockRef]) -> list[FetchBlock]:

@@ -12,7 +12,7 @@ def next_scores(request: Request, num_new: int) -> Scoring | None:
     """The tokens of the prompt that a step with `num_new` tokens of the request has to score: those without a score
     yet. A preempted request computes scored tokens again."""
     num_top = request.sampling_params.prompt_logprobs
-    if num_top is None or not request.num_unscored_tokens:
+    if num_top is None:
         return None
     start = request.num_computed_tokens
     first = max(start + 1, request.num_prompt_tokens - request.num_unscored_tokens)

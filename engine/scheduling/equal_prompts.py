@@ -58,8 +58,8 @@ class EqualPrompts:
         return num_new
 
     def names(self, request: Request, num_new: int) -> Sequence[bytes]:
-        """Names of the blocks that the request's next `num_new` tokens complete."""
-        if num_new == 1 or not self._cache.is_enabled:
+        """Names of the blocks that the next `num_new` tokens of a prompt complete."""
+        if not self._cache.is_enabled:
             return ()
         size, start = self._block_size, request.num_computed_tokens
         return request.block_hashes[start // size : (start + num_new) // size]

@@ -154,7 +154,8 @@ class Scheduler:
                 return
         budget.take(num_new)
         output.num_tokens[request] = num_new
-        output.names.update(self._equal_prompts.names(request, num_new))
+        if num_new > 1:
+            output.names.update(self._equal_prompts.names(request, num_new))
 
     def _schedule_drafts(
         self, drafts: Mapping[Request, Sequence[int]], budget: StepBudget, output: SchedulerOutput
@@ -198,6 +199,8 @@ class Scheduler:
                 return
 
     def _first_waiting(self) -> Request | None:
+        if not self._waiting:
+            return None
         return self._waiting.first(self._running, self.config.max_num_seqs - self.num_running)
 
     def _admit_one(self, request: Request, budget: StepBudget, output: SchedulerOutput, now: float) -> bool:
@@ -249,6 +252,7 @@ class Scheduler:
                 continue  # aborted or failed meanwhile
             self._computed(request, num_new, result)
             if not news:
+                self._sums.note(request)
                 continue
             if num_new > 1:  # a prompt is done; others may need it long before the answer is done
                 self._offer(request)
@@ -271,10 +275,11 @@ class Scheduler:
     def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
         """Notes that the KV of the request's next `num_new` tokens is computed."""
         request.num_computed_tokens += num_new
-        self._sums.note(request)
-        self.blocks.name_computed(request)
-        result.publishes += self._publish(request)
-        if self.config.window and request.mode is not RequestMode.PREFILL:  # a decode worker reads a prefill's
+        if request.num_computed_tokens // self.blocks.block_size > request.num_named_blocks:
+            self.blocks.name_computed(request)
+        if request.mode is RequestMode.PREFILL:
+            result.publishes += self._publish(request)
+        elif self.config.window:  # of a prefill its decode worker reads all blocks
             self.blocks.free_unseen(request, request.num_computed_tokens + 1 - self.config.window)
 
     def _publish(self, request: Request) -> list[Publish]:

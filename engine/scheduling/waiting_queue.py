@@ -19,7 +19,7 @@ class WaitingQueue:
         self._policy = policy
         self._equal_prompts = equal_prompts
         self._requests: deque[Request] = deque()
-        self._num_held_back = 0  # at the last look for the first
+        self.num_held_back = 0  # at the last look for the first: they wait for the KV of a request that runs
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -29,11 +29,6 @@ class WaitingQueue:
 
     def __contains__(self, request: Request) -> bool:
         return request in self._requests
-
-    @property
-    def num_held_back(self) -> int:
-        """How many wait for the KV of a request that runs: there is room for them."""
-        return min(self._num_held_back, len(self._requests))
 
     def add(self, request: Request) -> None:
         index = len(self._requests)
@@ -47,18 +42,19 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
+        self.num_held_back = min(self.num_held_back, len(self._requests))
 
     def first(self, running: Sequence[Request], num_places: int) -> Request | None:
         """The first request that may be admitted; None if there is no place for one. Requests that are held back keep
         their places: no later request takes them."""
-        self._num_held_back = 0
+        self.num_held_back = 0
         next_blocks = self._equal_prompts.next_blocks(running) if self._requests else {}
         for request in self._requests:
-            if self._num_held_back >= num_places:
+            if self.num_held_back >= num_places:
                 return None
             if not self._equal_prompts.is_held_back(request, next_blocks):
                 return request
-            self._num_held_back += 1
+            self.num_held_back += 1
         return None
 
 

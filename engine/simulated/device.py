@@ -35,7 +35,7 @@ from engine.local.memory import fit_context
 from engine.local.vocabulary import known_ends
 from engine.models.registry import max_positions
 from engine.simulated.data_sheet import simulated_time
-from engine.step import Draw, Drawn, StepInput, StepOutput, StepRow, shape_of
+from engine.step import Draw, Drawn, StepInput, StepOutput, StepRow
 
 Uint32s = npt.NDArray[np.uint32]
 
@@ -114,7 +114,7 @@ class SimulatedDevice(Device):
     def begin(self, step: StepInput) -> Ticket:
         for row in step.rows:
             self.check(row)
-        seconds = self.time.seconds(shape_of(step.rows)) if step.rows else 0.0
+        seconds = self.time.seconds(step.shape) if step.rows else 0.0
         self._free_at = max(self._clock(), self._free_at) + seconds
         self._begun[step.number] = step, self._free_at, seconds
         return Ticket(step.number)

@@ -359,7 +359,7 @@ def test_what_the_store_lacks_comes_up_from_host_memory_to_be_written() -> None:
     assert len(blocks.write_back) == 0
     blocks.write_back.offer(computed(blocks, list(range(16))))
     assert len(blocks.write_back) == 0  # known to be there
-    assert blocks.take_counts().stored == 4
+    assert blocks.counts.take().stored == 4
 
 
 def test_gone_from_all_tiers_before_its_turn_is_counted() -> None:
@@ -369,9 +369,9 @@ def test_gone_from_all_tiers_before_its_turn_is_counted() -> None:
     blocks.free(request)
     blocks.free(computed(blocks, [7] * 16))
     assert blocks.check_integrity([]) == []
-    counts = blocks.take_counts()
+    counts = blocks.counts.take()
     assert (counts.dropped, counts.demoted) == (3, 4)
-    assert blocks.take_counts() == CacheCounts()
+    assert blocks.counts.take() == CacheCounts()
 
 
 class Lifecycle(RuleBasedStateMachine):
@@ -522,7 +522,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(0, 10))
     def wait(self, seconds: int) -> None:
-        self.blocks.named.expire_retention(self.blocks.retention.now + seconds)
+        self.blocks.expire_retention(self.blocks.retention.now + seconds)
 
     @rule()
     def reset(self) -> None:

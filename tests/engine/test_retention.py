@@ -56,12 +56,12 @@ def test_only_the_first_tokens_are_retained_if_so_asked() -> None:
 
 def test_it_ends() -> None:
     blocks = manager()
-    blocks.named.expire_retention(100.0)
+    blocks.expire_retention(100.0)
     finish(blocks, A, Retain(10))
     finish(blocks, B)
-    blocks.named.expire_retention(109.9)
+    blocks.expire_retention(109.9)
     assert len(blocks.retention) == 2
-    blocks.named.expire_retention(110.0)
+    blocks.expire_retention(110.0)
     assert len(blocks.retention) == 0
     take(blocks, 4)
     assert (num_found(blocks, A), num_found(blocks, B)) == (0, 2)
@@ -71,10 +71,10 @@ def test_a_later_hint_makes_it_longer_and_never_shorter() -> None:
     blocks = manager()
     finish(blocks, A, Retain(10))
     finish(blocks, A, Retain(2))
-    blocks.named.expire_retention(5.0)
+    blocks.expire_retention(5.0)
     assert len(blocks.retention) == 2
     finish(blocks, A, Retain(10))
-    blocks.named.expire_retention(12.0)
+    blocks.expire_retention(12.0)
     assert len(blocks.retention) == 2
 
 
@@ -85,7 +85,7 @@ def test_a_request_that_needs_the_blocks_gets_them() -> None:
     finish(blocks, B, Retain(10))
     needy = take(blocks, 6)
     assert num_found(blocks, A) == num_found(blocks, B) == len(blocks.retention) == 0
-    assert blocks.take_counts().yielded == 4
+    assert blocks.counts.take().yielded == 4
     assert blocks.check_integrity([needy]) == []
 
 
@@ -95,7 +95,7 @@ def test_host_memory_keeps_it_too() -> None:
     finish(blocks, B)  # A goes to host memory
     finish(blocks, list(range(40, 48)))  # B would, and A would make room
     assert (num_found(blocks, A), num_found(blocks, B)) == (2, 0)
-    blocks.named.expire_retention(10.0)
+    blocks.expire_retention(10.0)
     finish(blocks, B)
     assert num_found(blocks, A) == 0
 
@@ -104,7 +104,7 @@ def test_the_end_of_a_long_prompt_is_what_a_tenant_may_not_retain() -> None:
     blocks = manager(num_blocks=8, retain_tenant_share=0.5)
     finish(blocks, list(range(24)), Retain(10))
     assert len(blocks.retention) == 4
-    assert blocks.take_counts().outbid == 2
+    assert blocks.counts.take().outbid == 2
     take(blocks, 4)
     assert num_found(blocks, list(range(24))) == 4
 

@@ -174,7 +174,7 @@ def add(
     )
     give_up = time.monotonic() + PATIENCE_S
     lookups = core.remote_kv.lookups
-    while waits_for_lookup and any(lookup.num_blocks is None for _, lookup in lookups._waiting.values()):
+    while waits_for_lookup and any(lookup.num_blocks is None for _, lookup in lookups.waiting.values()):
         assert time.monotonic() < give_up, "the store does not answer"
         time.sleep(0.0005)
     core._queue_ready()
