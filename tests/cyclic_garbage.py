@@ -17,13 +17,10 @@ GRPC_KEEPS = ("handle", "handle_call", "abort")  # frames of an aborted call tha
 
 
 @pytest.fixture(scope="module", autouse=True)
-def old_objects_are_left_out() -> Iterator[None]:
-    """Import it: what was there before the module's tests, a million objects and more, is looked at once and not in
-    each test."""
+def old_objects_are_left_out() -> None:
+    """Import it: what was there before the module's tests is looked at once and not in each test."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import re
 import time
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,6 @@ from tools.verified_models import (
     other_names,
 )
 
-NAMES = candidates()
 SERVED = sorted(VERIFIED)
 # Parallel blocks and scaled logits, windows of some layers, latents and a linear layer that is never called, experts,
 # experts whose weights are transposed, sinks, learned positions, partial rotation, a head that asks the decoder inside
@@ -59,6 +59,7 @@ SERVED = sorted(VERIFIED)
 # that attend twice, attention that is made to ask for ours.
 QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "aria_text", "gpt_oss", "gpt2", "gpt_neox", "olmo2", "opt"]
 QUICK += ["roberta", "bart", "diffllama", "falcon", "gpt_neo"]
+names = cache(candidates)  # it imports the configurations of all types
 
 
 @pytest.mark.parametrize("model_type", QUICK)
@@ -96,17 +97,17 @@ def test_all_that_are_served_are_equal(tmp_path: Path, model_type: str) -> None:
 def test_each_type_is_served_or_refused() -> None:
     if transformers.__version__ != COMPARED_WITH:
         pytest.skip(f"the lists are those of transformers {COMPARED_WITH}")
-    assert NAMES.keys() == VERIFIED.keys() | REFUSED.keys()
+    assert names().keys() == VERIFIED.keys() | REFUSED.keys()
     assert not VERIFIED.keys() & REFUSED.keys()
-    assert {model_type: NAMES[model_type] for model_type in VERIFIED} == VERIFIED
+    assert {model_type: names()[model_type] for model_type in VERIFIED} == VERIFIED
 
 
 def test_no_type_of_transformers_is_left_out() -> None:
     """Each is compared, another name of one that is, or computed by Baton's own decoder."""
     others = other_names()
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        assert model_type in NAMES or model_type in others or name in FAMILIES or name in COMPOSITES, model_type
-    assert not NAMES.keys() & others.keys()
+        assert model_type in names() or model_type in others or name in FAMILIES or name in COMPOSITES, model_type
+    assert not names().keys() & others.keys()
     assert others["gpt-sw3"] == "GPT2LMHeadModel"
     assert others["internlm3"] == "LlamaForCausalLM"
     assert "llama" not in others
@@ -149,7 +150,7 @@ def test_what_is_refused_is_refused_still(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["bloom", "mamba", "mpt", "zaya", "deepseek_v32"])
 def test_a_refused_one_is_told_why(tmp_path: Path, model_type: str) -> None:
     path = make_model(tmp_path / "model")
-    edit_config(path, architectures=[NAMES[model_type]], model_type=model_type)
+    edit_config(path, architectures=[names()[model_type]], model_type=model_type)
     with pytest.raises(StartupError) as caught:
         make_runner(path)
     assert f"model type {model_type} is not supported: {REFUSED[model_type]}" in caught.value.message
@@ -428,7 +429,7 @@ def test_a_name_in_other_letters(tmp_path: Path) -> None:
 )
 def test_longest_sequence(tmp_path: Path, model_type: str, keys: dict[str, int], expected: int) -> None:
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": model_type, "architectures": [NAMES[model_type]], **keys})
+        json.dumps({"model_type": model_type, "architectures": [names()[model_type]], **keys})
     )
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
