@@ -16,7 +16,8 @@ and come together, the second already follows the first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from common.block_hash import HASH_BYTES
 
@@ -24,6 +25,63 @@ MAX_BLOCKS_PER_WORKER = 2**21  # further ones are not remembered: a worker canno
 MAX_EXPECTED = 2**18  # blocks, each counted as often as it is expected
 MAX_SETS = 2**16  # kept to be shared
 EXPECTED_S = 10.0  # by then the worker has told of the block, or will not soon
+
+
+@dataclass(slots=True, frozen=True)
+class Level:
+    """Workers that have equally many leading blocks of a prompt."""
+
+    num_blocks: int  # more than none
+    workers: Collection[str]  # addresses
+
+
+def levels_of(depths: Mapping[str, int]) -> Sequence[Level]:
+    """The levels of leading blocks by worker, as `PrefixIndex.match` finds them, those with the most blocks first."""
+    if isinstance(depths, _Matches):
+        return depths.levels
+    workers: dict[int, set[str]] = {}
+    for worker, num_blocks in depths.items():
+        workers.setdefault(num_blocks, set()).add(worker)
+    return [Level(num_blocks, workers[num_blocks]) for num_blocks in sorted(workers, reverse=True) if num_blocks]
+
+
+class _Workers(Collection[str]):
+    """Workers as the bits of an integer. There may be a thousand, and few of them are asked for."""
+
+    __slots__ = ("_bits", "_bits_of", "_names")
+
+    def __init__(self, bits: int, names: Mapping[int, str], bits_of: Mapping[str, int]) -> None:
+        self._bits = bits
+        self._names = names
+        self._bits_of = bits_of
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._names[bit] for bit in _bits(self._bits))
+
+    def __contains__(self, worker: object) -> bool:
+        return bool(self._bits_of.get(worker, 0) & self._bits)  # type: ignore[call-overload]
+
+
+class _Matches(Mapping[str, int]):
+    __slots__ = ("levels",)
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        self.levels = levels
+
+    def __getitem__(self, worker: str) -> int:
+        for level in self.levels:
+            if worker in level.workers:
+                return level.num_blocks
+        raise KeyError(worker)
+
+    def __iter__(self) -> Iterator[str]:
+        return (worker for level in self.levels for worker in level.workers)
+
+    def __len__(self) -> int:
+        return sum(len(level.workers) for level in self.levels)
 
 
 class PrefixIndex:
@@ -135,12 +193,13 @@ class PrefixIndex:
             self._expected[name] = self._expected.get(name, 0) | bit
         self._expectations.append((now + EXPECTED_S, bit, names))
 
-    def match(self, names: Sequence[bytes], now: float) -> dict[str, int]:
-        """How many leading blocks of a prompt each worker has, or is about to have; of those that have any."""
+    def match(self, names: Sequence[bytes], now: float) -> Mapping[str, int]:
+        """How many leading blocks of a prompt each worker has, or is about to have; of those that have any. To be read
+        before the index changes."""
         self._end_expectations(now)
         if not names or not (first := self._at(names[0])):
             return {}
-        depths = dict.fromkeys(_bits(first), len(names))
+        ends: dict[int, int] = {}  # by number of blocks: workers that lack the next one
         # A span: `start`, the workers that have all blocks up to it, `stop`, and those of these workers that have
         # `stop`, too.
         spans = [(0, first, len(names) - 1, self._at(names[-1]) & first)]
@@ -149,13 +208,17 @@ class PrefixIndex:
             if workers == others:
                 continue
             if stop - start == 1:
-                for bit in _bits(workers & ~others):
-                    depths[bit] = min(depths[bit], stop)
+                ends[stop] = ends.get(stop, 0) | workers & ~others
                 continue
             middle = (start + stop) // 2
             between = self._at(names[middle]) & workers
             spans += ((start, workers, middle, between), (middle, between, stop, others & between))
-        return {self._names[bit]: depth for bit, depth in depths.items()}
+        levels, left = [], first
+        for num_blocks in sorted(ends):
+            levels.append(Level(num_blocks, _Workers(ends[num_blocks] & left, self._names, self._bits)))
+            left &= ~ends[num_blocks]
+        levels.append(Level(len(names), _Workers(left, self._names, self._bits)))
+        return _Matches([level for level in reversed(levels) if level.workers])
 
     def _at(self, name: bytes) -> int:
         return (self._workers.get(name, 0) | self._expected.get(name, 0)) & self._alive

@@ -26,6 +26,7 @@ from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of
 from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
+from router.fleet.fleet import Fleet
 from router.fleet.served_model import ServedModel, ask_for_model
 from router.fleet.track_record import TrackRecord
 from router.fleet.worker import Sent, WorkerRecord
@@ -62,6 +63,8 @@ class Registry:
         self._sweeping: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._adopting = asyncio.Lock()
+        self._fleet = Fleet()
+        self._changed: set[str] = set()  # addresses of workers that `_fleet` is to be told of
         self.models: dict[str, ServedModel] = {}  # by name: the one that is served, once a decode worker has answered
         self.blocks = BlockWatch()
         self.track = TrackRecord()
@@ -87,7 +90,7 @@ class Registry:
                 role = WorkerRole.BOTH
             known = before.get(address)
             if known is None or known.role is not role:
-                known = WorkerRecord(address, role, self._channels.open(address), self._channels.version)
+                known = WorkerRecord(address, role, self._channels.open(address), self._channels.version, self._changed)
             self._workers[address] = known
         for worker in before.values():
             if self._workers.get(worker.address) is not worker:
@@ -96,6 +99,7 @@ class Registry:
             if worker.address not in self._tasks:
                 name = f"watch {worker.address}"
                 self._tasks[worker.address] = self._vital.start(self._watch.run(worker), name=name)
+        self._fleet = Fleet(self.endpoints())
         self._measure_context()
         self._count_states()
         self._tell()
@@ -121,10 +125,22 @@ class Registry:
     def endpoints(self) -> list[Endpoint]:
         """All workers in configured order, decode workers first."""
         now = time.monotonic()
-        return [
-            worker.endpoint(self._excluded(worker), self.track.suspended(worker.incarnation, now))
-            for worker in self._workers.values()
-        ]
+        return [self._endpoint(worker, now) for worker in self._workers.values()]
+
+    def fleet(self) -> Fleet:
+        """The same workers, for decisions: only those are looked at that may have changed since the last time. To be
+        used at once."""
+        now = time.monotonic()
+        for incarnation in self.track.troubled(now):
+            self._changed.add(incarnation[0])
+        for address in self._changed:
+            if (worker := self._workers.get(address)) is not None:
+                self._fleet.update(self._endpoint(worker, now))
+        self._changed.clear()
+        return self._fleet
+
+    def _endpoint(self, worker: WorkerRecord, now: float) -> Endpoint:
+        return worker.endpoint(self._excluded(worker), self.track.suspended(worker.incarnation, now))
 
     def info(self, address: str) -> worker_pb2.WorkerInfo | None:
         """None if the worker never answered."""
@@ -152,8 +168,8 @@ class Registry:
     def not_ready(self) -> str:
         """Why no request can be served now; empty if requests can be served."""
         if self.model is not None and any(
-            worker.role is not WorkerRole.PREFILL and worker.state is WorkerState.READY and not self._excluded(worker)
-            for worker in self._workers.values()
+            group.example.can_decode and group.example.state is WorkerState.READY and not group.example.excluded
+            for group in self.fleet().groups
         ):
             return ""
         reasons = [f"{e.address}: {self._why_not(e)}" for e in self.endpoints() if e.can_decode]
@@ -236,6 +252,7 @@ class Registry:
             if worker.state is WorkerState.READY and state is WorkerState.UNREACHABLE:
                 worker.lost_at = time.monotonic()
         worker.state, worker.problem = state, problem
+        worker.changed()
         self._measure_context()
         self._count_states()
         self._tell()
@@ -259,6 +276,7 @@ class Registry:
 
     def _serve(self, model: ServedModel) -> None:
         self.models = {model.limits.model: model}
+        self._changed.update(self._workers)  # each may fit the model or not
 
     def _tell(self) -> None:
         self._news.set()

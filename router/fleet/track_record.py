@@ -116,6 +116,7 @@ class TrackRecord:
 
     def __init__(self) -> None:
         self._records: dict[Incarnation, _Record] = {}
+        self._troubled: set[Incarnation] = set()
 
     def suspended(self, worker: Incarnation, now: float) -> str:
         """Why `worker` should be left alone; empty if it should not. `now` in seconds."""
@@ -129,6 +130,16 @@ class TrackRecord:
         if now < record.slow_until:
             return f"left alone for {record.slow_until - now:.1f} s, as it was slower than others"
         return ""
+
+    def troubled(self, now: float) -> list[Incarnation]:
+        """Workers that may be left alone, and each once more that was until a moment ago: of all others `suspended`
+        says nothing."""
+        found = list(self._troubled)
+        for worker in found:
+            record = self._records.get(worker)
+            if record is None or not (record.is_open or now < record.slow_until):
+                self._troubled.discard(worker)
+        return found
 
     def state(self, worker: Incarnation, now: float) -> str:
         """ "closed", "open", "half open" or "slow"."""
@@ -165,6 +176,7 @@ class TrackRecord:
         elif not record.is_open and record.num_failures >= MAX_FAILURES:
             record.is_open = True
             record.open_until = now + record.open_s
+            self._troubled.add(worker)
 
     def succeeded(
         self,
@@ -186,13 +198,13 @@ class TrackRecord:
         record.answers.came(elapsed_s / (num_tokens - 1))
         if step_s is not None and record.answers.pace <= AS_SAID * step_s:
             return
-        self._leave_alone_if_slow(record.answers, lambda one: one.answers, SLOW_MARGIN_S, now)
+        self._leave_alone_if_slow(worker, record.answers, lambda one: one.answers, SLOW_MARGIN_S, now)
 
     def prefilled(self, worker: Incarnation, now: float, times_usual: float) -> None:
         """Counts a prompt that took the prefill worker so many times as long as others of its size."""
         prompts = self._records.setdefault(worker, _Record()).prompts
         prompts.came(times_usual)
-        self._leave_alone_if_slow(prompts, lambda one: one.prompts, 0.0, now)
+        self._leave_alone_if_slow(worker, prompts, lambda one: one.prompts, 0.0, now)
 
     def answered(self, worker: Incarnation, now: float, *, prompt: int, cached: int, output: int) -> None:
         """Counts the tokens of one answer."""
@@ -204,8 +216,10 @@ class TrackRecord:
         record = self._records.get(worker)
         return Traffic() if record is None else record.traffic.faded(now)
 
-    def _leave_alone_if_slow(self, pace: _Pace, pace_of: _PaceOf, margin: float, now: float) -> None:
-        """`pace` is one worker's, `pace_of` finds the like of each worker. Who does this work and is left alone for
+    def _leave_alone_if_slow(
+        self, worker: Incarnation, pace: _Pace, pace_of: _PaceOf, margin: float, now: float
+    ) -> None:
+        """`pace` is that of `worker`, `pace_of` finds the like of each worker. Who does this work and is left alone for
         another kind counts, too: it is the same worker."""
         if pace.num < MIN_ANSWERS:
             return
@@ -218,6 +232,7 @@ class TrackRecord:
         if pace.pace > max(SLOW_FACTOR * median, median + margin):
             pace.slow_until = now + SLOW_S
             pace.num = 0
+            self._troubled.add(worker)
 
     def forget_others(self, workers: set[Incarnation]) -> None:
         """Forgets all workers but these."""

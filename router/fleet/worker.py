@@ -26,6 +26,7 @@ class WorkerRecord:
     role: WorkerRole
     channel: grpc.aio.Channel
     channel_version: int  # of the certificates that it shows
+    news: set[str] = field(default_factory=set)  # addresses of workers whose endpoints may have changed
     info: worker_pb2.WorkerInfo | None = None
     parameters: frozenset[str] = frozenset()  # of sampling, that it knows
     batch_time: BatchTime | None = None  # that requests are routed by
@@ -44,11 +45,17 @@ class WorkerRecord:
         self.sent[key] = sent
         self.num_sent_tokens += sent.num_tokens
         self.running.add(key)
+        self.changed()
 
     def reported(self, key: object) -> None:
         """The worker counts the request itself by now, or it has ended."""
         if sent := self.sent.pop(key, None):
             self.num_sent_tokens -= sent.num_tokens
+            self.changed()
+
+    def changed(self) -> None:
+        """To be called after `info`, `parameters`, `batch_time`, `load` or `state` was set."""
+        self.news.add(self.address)
 
     def excluded(self, model: ServedModel | None) -> str:
         """See `why_excluded`. Found out anew only if another process answers or another model is served: each request

@@ -77,6 +77,7 @@ class WorkerWatch:
             raise UnavailableError(false)
         worker.info, worker.parameters = info, sampling_parameters_of(info)
         worker.batch_time = batch_time_of(info)
+        worker.changed()
 
     @contextlib.asynccontextmanager
     async def _following_blocks(
@@ -105,6 +106,7 @@ class WorkerWatch:
                         if worker.info.epoch != epoch:
                             return
                     worker.load = value_of(load, WorkerLoad)
+                    worker.changed()
                     for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
                         worker.reported(key)
                     self._set_state(worker, state_of(load.state), "")

@@ -1,11 +1,12 @@
 """Question and answer of a routing policy, and the ranking of the workers of one role. Pure; the registry supplies the
 facts.
 
-    endpoints ── filter ──> candidates ── rank ──> ranked ── pick ──> decode worker, prefill workers in order
-                 ready, compatible,      a Ranking
-                 not tried before        for each role
+    fleet ── filter ──> candidates ── rank ──> ranked ── pick ──> decode worker, prefill workers in order
+             ready, compatible,      a Ranking
+             not tried before        for each role
 
-A policy is a `Ranking`: a file of this package and a line in `registry`. It keeps what state it needs to itself.
+A policy is a `Ranking`: a file of this package and a line in `registry`. It keeps what state it needs to itself. A
+fleet may have a thousand workers, so a ranking asks its candidates for the few that it needs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from router.fleet.endpoint import Endpoint
+from router.fleet.fleet import Fleet
+
+NUM_RANKED = 4  # candidates that anyone asks for: three prefill workers to be asked in turn, four named as reasons
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -67,8 +71,9 @@ class RoutingDecision:
 
 
 class Policy(Protocol):
-    def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
-        """Raises `UnavailableError`, with each worker's reason, if no decode worker can take the request."""
+    def pick(self, request: RoutingRequest, workers: Fleet | Sequence[Endpoint]) -> RoutingDecision:
+        """Raises `UnavailableError`, with each worker's reason, if no decode worker can take the request. With a list
+        of workers, each of them is looked at."""
         ...
 
 
@@ -96,9 +101,36 @@ def cost_in_words(cost: float, *, in_seconds: bool) -> str:
     return f"{1000 * cost:.0f} ms" if in_seconds else f"{cost:.0f}"
 
 
+class Candidates(Sequence[Candidate]):
+    """Those of one role, in configured order. They start with another one at each request, so that equal ones take
+    turns. To go through all of them takes long in a large fleet; the methods below do not."""
+
+    @abstractmethod
+    def soonest(self, num: int) -> Sequence[Candidate]:
+        """The first `num` by least `wait + work`; of equal ones, the less loaded, then in this order."""
+
+    @abstractmethod
+    def least_loaded(self, num: int) -> Sequence[Candidate]:
+        """The first `num` by `router.policy.least_load.candidate_order`, then in this order."""
+
+    @abstractmethod
+    def of(self, address: str) -> Candidate | None:
+        """The candidate at this address; None if it is not one of them."""
+
+    @property
+    @abstractmethod
+    def mean_load(self) -> float:
+        """The mean of `router.policy.least_load.load_score`."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> Sequence[str]:
+        """Of all workers of this role, candidates or not: the same object as long as none comes or goes."""
+
+
 @dataclass(slots=True, frozen=True)
 class Ranked:
-    candidates: Sequence[Candidate]  # the best first
+    candidates: Sequence[Candidate]  # the best first; `NUM_RANKED`, or all of them
     words: Callable[[Candidate], str]  # the reason for a candidate's place, in a few words
 
 
@@ -113,5 +145,5 @@ class Ranking(ABC):
         self._seed = seed
 
     @abstractmethod
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:
-        """`candidates` start with another one at each request, so a stable sort spreads equal ones."""
+    def rank(self, request: RoutingRequest, candidates: Candidates) -> Ranked:
+        """The best `NUM_RANKED` at least, if there are so many."""

@@ -109,6 +109,7 @@ class SecondCosts:
 
 
 TOKENS = TokenCosts()
+SECONDS = SecondCosts()
 
 
 def all_know_their_times(endpoints: Sequence[Endpoint]) -> bool:
@@ -117,6 +118,11 @@ def all_know_their_times(endpoints: Sequence[Endpoint]) -> bool:
         if endpoint.batch_time is None:
             return False
     return bool(endpoints)
+
+
+def wait_of(endpoint: Endpoint, costs: Costs) -> float:
+    """Until the worker comes to a new request, in either role."""
+    return costs.queue(endpoint) + (costs.load(endpoint) if endpoint.can_decode else 0)
 
 
 def decodes_of(endpoint: Endpoint, num_more: int = 0) -> StepShape:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from router.fleet.endpoint import Endpoint
-from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
+from router.policy.base import NUM_RANKED, Candidate, Candidates, Ranked, Ranking, RoutingRequest
 
 # Without a model of time.
 WAITING_WEIGHT = 4  # a request that waits holds up the next one longer than one that shares the batch with it
@@ -33,8 +32,12 @@ def candidate_order(candidate: Candidate) -> tuple[int, int]:
     """Least is best. In milliseconds until a newcomer's turn, if the workers said how long their steps take; else
     `load_order`."""
     if candidate.in_seconds:
-        return round(1000 * candidate.wait), -round(10 * kv_headroom(candidate.endpoint))
+        return order_by_wait(candidate.endpoint, candidate.wait)
     return load_order(candidate.endpoint)
+
+
+def order_by_wait(endpoint: Endpoint, wait_s: float) -> tuple[int, int]:
+    return round(1000 * wait_s), -round(10 * kv_headroom(endpoint))
 
 
 def load_in_words(candidate: Candidate) -> str:
@@ -49,5 +52,5 @@ class LeastLoad(Ranking):
     name: ClassVar[str] = "least_load"
     about: ClassVar[str] = "the least load"
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
-        return Ranked(sorted(candidates, key=candidate_order), load_in_words)
+    def rank(self, request: RoutingRequest, candidates: Candidates) -> Ranked:  # noqa: ARG002
+        return Ranked(candidates.least_loaded(NUM_RANKED), load_in_words)

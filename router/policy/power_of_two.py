@@ -5,10 +5,9 @@ Balancing", 2001). Many routers that see the same loads, a little late, do not a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import ClassVar
 
-from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
+from router.policy.base import NUM_RANKED, Candidates, Ranked, Ranking, RoutingRequest
 from router.policy.least_load import candidate_order, load_in_words
 
 
@@ -20,12 +19,17 @@ class PowerOfTwo(Ranking):
         super().__init__(seed)
         self._num_drawn = 0
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
+    def rank(self, request: RoutingRequest, candidates: Candidates) -> Ranked:  # noqa: ARG002
         """The two that are drawn, the better one first, then all others by load."""
-        rest = list(candidates)
-        drawn = [rest.pop(self._draw(len(rest))) for _ in range(min(2, len(rest)))]
-        drawn.sort(key=candidate_order)
-        rest.sort(key=candidate_order)
+        num = len(candidates)
+        numbers = [self._draw(num)] if num else []
+        if num > 1:
+            second = self._draw(num - 1)  # of those that are left
+            numbers.append(second + (second >= numbers[0]))
+        drawn = sorted([candidates[number] for number in numbers], key=candidate_order)
+        rest = [
+            one for one in candidates.least_loaded(NUM_RANKED) if all(one.endpoint is not d.endpoint for d in drawn)
+        ]
         return Ranked(drawn + rest, lambda one: f"drawn, {load_in_words(one)}" if one in drawn else load_in_words(one))
 
     def _draw(self, num: int) -> int:

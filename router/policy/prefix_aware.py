@@ -7,11 +7,9 @@ more than computing it there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
-from router.policy.least_load import candidate_order
+from router.policy.base import NUM_RANKED, Candidate, Candidates, Ranked, Ranking, RoutingRequest
 
 
 class PrefixAware(Ranking):
@@ -20,13 +18,8 @@ class PrefixAware(Ranking):
     name: ClassVar[str] = "prefix_aware"
     about: ClassVar[str] = "the least to wait for and to compute, given what is cached"
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
-        return Ranked(
-            sorted(candidates, key=lambda one: (one.wait + one.work, candidate_order(one))),
-            lambda one: (
-                f"{one.num_cached_tokens} tokens cached, work {one.in_words(one.work)} + wait {one.in_words(one.wait)}"
-            ),
-        )
+    def rank(self, request: RoutingRequest, candidates: Candidates) -> Ranked:  # noqa: ARG002
+        return Ranked(candidates.soonest(NUM_RANKED), _in_words)
 
 
 def _in_words(one: Candidate) -> str:

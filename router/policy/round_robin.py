@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
+from router.policy.base import NUM_RANKED, Candidates, Ranked, Ranking, RoutingRequest
 
 
 class RoundRobin(Ranking):
     name: ClassVar[str] = "round_robin"
     about: ClassVar[str] = "each in turn"
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
-        return Ranked(candidates, lambda _: "in turn")
+    def rank(self, request: RoutingRequest, candidates: Candidates) -> Ranked:  # noqa: ARG002
+        return Ranked(candidates[:NUM_RANKED], lambda _: "in turn")

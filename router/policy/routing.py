@@ -6,17 +6,25 @@ Counted in tokens, a worker of a faster kind has a shorter queue sooner, and so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from common.errors import UnavailableError
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
-from router.policy.base import Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
-from router.policy.costs import HEDGE_QUEUE, MOVE_COST, TOKENS, Costs, SecondCosts, all_know_their_times, step_s
+from router.fleet.fleet import LAST, Fleet, Group, Member
+from router.policy.base import NUM_RANKED, Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
+from router.policy.candidates import FleetCandidates
+from router.policy.costs import HEDGE_QUEUE, MOVE_COST, SECONDS, TOKENS, Costs, all_know_their_times, step_s, wait_of
 from router.policy.placement import Placement, placement_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
-MAX_NAMED = 4  # workers in the line that explains a choice
+DECODES = frozenset({WorkerRole.DECODE, WorkerRole.BOTH})
+PREFILLS = frozenset({WorkerRole.PREFILL, WorkerRole.BOTH})
+
+PassedOver = tuple[tuple[str, str], ...]
+"""Addresses of workers, and why not them."""
 
 
 class RoutingPolicy:
@@ -28,46 +36,40 @@ class RoutingPolicy:
         self._decode = decode
         self._min_remote_tokens = min_remote_tokens
         self._hedges = hedges
-        self._seconds = SecondCosts()
-        self._rotation = 0
+        self._turn = 0  # decisions so far
 
-    def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
-        passed_over: list[tuple[str, str]] = []
-        usable = _usable(request, endpoints, passed_over)
-        decode_workers = []
-        for endpoint in usable:
-            if endpoint.can_decode and endpoint.incarnation in request.tried:
-                passed_over.append((endpoint.address, "already failed this request"))
-            elif endpoint.can_decode and not fits(endpoint, request.num_tokens):
-                passed_over.append((endpoint.address, f"its context has {endpoint.max_model_len} tokens, too few"))
-            elif endpoint.can_decode:
-                decode_workers.append(endpoint)
-        if not decode_workers:
-            raise UnavailableError("no decode worker can take the request" + _listed(Reasons(passed_over).lines()))
-        if beside := [endpoint for endpoint in decode_workers if endpoint.incarnation == request.beside]:
-            decode_workers = beside
-            passed_over.append((beside[0].address, "other answers to this prompt are there"))
+    def pick(self, request: RoutingRequest, workers: Fleet | Sequence[Endpoint]) -> RoutingDecision:
+        fleet = workers if isinstance(workers, Fleet) else Fleet(workers)
+        usable = _usable(request, fleet)
+        passed_over, decode_groups, without, only = usable.passed_over, usable.decode, usable.tried, None
+        if request.beside and (beside := _beside(request.beside, fleet, usable)):
+            only, without = beside.position, ()
+            passed_over = (*passed_over, (beside.endpoint.address, "other answers to this prompt are there"))
 
-        costs: Costs = self._seconds if all_know_their_times(usable) else TOKENS
-        helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill and not request.in_place]
-        ranked = self._decode.rank(
-            request, [_decode_candidate(request, e, helpers, costs) for e in self._rotated(decode_workers)]
+        costs: Costs = SECONDS if all_know_their_times([group.example for group in usable.groups]) else TOKENS
+        helpers = (
+            () if request.in_place else [group.example.role for group in usable.groups if group.example.can_prefill]
         )
+        candidates = partial(FleetCandidates, request, fleet, costs=costs, turn=self._turn)
+        decode_candidates = candidates(
+            decode_groups, roles=DECODES, work=partial(_decode_work, costs, helpers), without=without, only=only
+        )
+        ranked = self._decode.rank(request, decode_candidates)
         decode = ranked.candidates[0]
 
-        helping = [e for e in _prefill_workers(decode.endpoint, usable) if fits(e, request.num_prompt_tokens + 1)]
-        prefill_workers = [] if request.in_place else self._rotated(helping)
-        ranked_prefill = self._prefill.rank(request, [_prefill_candidate(request, e, costs) for e in prefill_workers])
+        helping = [] if request.in_place else _helping(decode.endpoint, usable.groups, request.num_prompt_tokens + 1)
+        prefill_candidates = candidates(helping, roles=PREFILLS, work=costs.prompt)
+        ranked_prefill = self._prefill.rank(request, prefill_candidates)
         asked = ranked_prefill.candidates
         if request.in_place:
             placement = Placement(True, _all_in_place, 0, is_final=True)
         else:
             first = asked[0] if asked else None
             placement = placement_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens, costs)
-        self._rotation += 1
-        choices = [_choice("decode", ranked), _choice_of_placement(placement)]
+        self._turn += 1
+        choices = [_choice("decode", ranked, len(decode_candidates)), _choice_of_placement(placement)]
         if asked and not placement.in_place:
-            choices.append(_choice("prefill", ranked_prefill))
+            choices.append(_choice("prefill", ranked_prefill, len(prefill_candidates)))
         computing = decode if placement.in_place or not asked else asked[0]
         return RoutingDecision(
             decode=decode.endpoint,
@@ -83,27 +85,93 @@ class RoutingPolicy:
             may_hedge=self._hedges and not placement.in_place and _may_hedge(asked, costs),
         )
 
-    def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
-        start = self._rotation % len(endpoints) if endpoints else 0
-        return [*endpoints[start:], *endpoints[:start]]
+
+@dataclass(slots=True, frozen=True)
+class _Sorted:
+    """The groups of a fleet, for one kind of request."""
+
+    usable: tuple[Group, ...]  # that can serve it in some role
+    suspended: tuple[Group, ...]  # likewise, and left alone
+    passed_over: PassedOver  # the workers of all others
 
 
-def _usable(
-    request: RoutingRequest, endpoints: Sequence[Endpoint], passed_over: list[tuple[str, str]]
-) -> list[Endpoint]:
-    """Workers that can serve `request` in some role, suspended ones only if no other decode worker is left."""
-    usable, suspended = [], []
-    for endpoint in endpoints:
-        if reason := unusable(endpoint, request):
-            passed_over.append((endpoint.address, reason))
-        elif endpoint.suspended:
-            suspended.append(endpoint)
-        else:
-            usable.append(endpoint)
-    if not any(e.can_decode and e.incarnation not in request.tried and fits(e, request.num_tokens) for e in usable):
-        return usable + suspended
-    passed_over += [(endpoint.address, endpoint.suspended) for endpoint in suspended]
-    return usable
+@dataclass(slots=True, frozen=True)
+class _Usable:
+    """Where a request can go."""
+
+    groups: tuple[Group, ...]  # in some role
+    decode: tuple[Group, ...]  # of these, decode workers that have room for it
+    tried: Collection[int]  # positions of workers of `decode` that failed it
+    passed_over: PassedOver
+
+
+def _usable(request: RoutingRequest, fleet: Fleet) -> _Usable:
+    """Suspended workers only if no other decode worker is left. Raises `UnavailableError` if none is left at all."""
+    kind = request.fingerprint, request.parameters
+    known = fleet.remembered(("usable", kind), partial(_sorted_by_use, request, fleet))
+    tried = [one for one in fleet.incarnations(request.tried) if one.endpoint.can_decode]
+    decode = _decode_groups(request, known.usable)
+    groups, passed_over = known.usable, known.passed_over
+    if sum(map(len, decode)) > sum(one.group in decode for one in tried):
+        if known.suspended:
+            passed_over += _lines(
+                (at, one.address, one.suspended) for group in known.suspended for at, one in group.endpoints.items()
+            )
+    elif known.suspended:
+        groups += known.suspended
+        decode = _decode_groups(request, groups)
+    failed = {one.position for one in tried if one.group in groups}
+    too_short = tuple([group for group in groups if group.example.can_decode and group not in decode])
+    if failed:
+        passed_over += _failed_or_too_short(fleet, failed, too_short)
+    elif too_short:
+        name = "too short", *map(id, too_short)
+        passed_over += fleet.remembered(name, lambda: _failed_or_too_short(fleet, failed, too_short))
+    without = {one.position for one in tried if one.group in decode} if failed else ()
+    if sum(map(len, decode)) == len(without):
+        listed = Reasons(passed_over).lines()
+        raise UnavailableError("no decode worker can take the request" + _listed(listed))
+    return _Usable(groups, decode, without, passed_over)
+
+
+def _sorted_by_use(request: RoutingRequest, fleet: Fleet) -> _Sorted:
+    reasons = {group: unusable(group.example, request) for group in fleet.groups}
+    usable = [group for group, reason in reasons.items() if not reason]
+    return _Sorted(
+        tuple([group for group in usable if not group.example.suspended]),
+        tuple([group for group in usable if group.example.suspended]),
+        _lines(
+            (at % LAST, one.address, reason)
+            for group, reason in reasons.items()
+            if reason
+            for at, one in group.endpoints.items()
+        ),
+    )
+
+
+def _decode_groups(request: RoutingRequest, groups: Sequence[Group]) -> tuple[Group, ...]:
+    return tuple([one for one in groups if one.example.can_decode and fits(one.example, request.num_tokens)])
+
+
+def _failed_or_too_short(fleet: Fleet, failed: Collection[int], too_short: Iterable[Group]) -> PassedOver:
+    lines = [(one, fleet.at(one).endpoint.address, "already failed this request") for one in failed]
+    for group in too_short:
+        why = f"its context has {group.example.max_model_len} tokens, too few"
+        lines += [(at, one.address, why) for at, one in group.endpoints.items() if at not in failed]
+    return _lines(lines)
+
+
+def _lines(workers: Iterable[tuple[int, str, str]]) -> PassedOver:
+    """In the order of positions."""
+    return tuple([(address, why) for _, address, why in sorted(workers)])
+
+
+def _beside(incarnation: tuple[str, str], fleet: Fleet, usable: _Usable) -> Member | None:
+    """The worker of this incarnation, if the request can go there."""
+    for one in fleet.incarnations((incarnation,)):
+        if one.group in usable.decode and one.position not in usable.tried:
+            return one
+    return None
 
 
 def unusable(endpoint: Endpoint, request: RoutingRequest) -> str:
@@ -124,44 +192,24 @@ def fits(endpoint: Endpoint, num_tokens: int) -> bool:
     return endpoint.max_model_len is None or num_tokens <= endpoint.max_model_len
 
 
-def _cached_tokens(request: RoutingRequest, endpoint: Endpoint) -> int:
-    return 0 if request.in_place else request.cached_blocks.get(endpoint.address, 0) * endpoint.block_size
-
-
-def _decode_candidate(
-    request: RoutingRequest, endpoint: Endpoint, helpers: Sequence[WorkerRole], costs: Costs
-) -> Candidate:
+def _decode_work(
+    costs: Costs, helpers: Sequence[WorkerRole], endpoint: Endpoint, num_missing: int, num_cached: int
+) -> float:
     """`helpers`: roles of all workers that can prefill."""
-    cached = _cached_tokens(request, endpoint)
-    missing = max(request.num_prompt_tokens - cached, 1)
-    wait = costs.queue(endpoint) + costs.load(endpoint)
     is_helped = WorkerRole.PREFILL in helpers if endpoint.role is WorkerRole.BOTH else bool(helpers)
-    work = costs.prompt(endpoint, missing, cached)
-    return Candidate(endpoint, cached, missing, wait, MOVE_COST * work if is_helped else work, costs.in_seconds)
-
-
-def _prefill_candidate(request: RoutingRequest, endpoint: Endpoint, costs: Costs) -> Candidate:
-    cached = _cached_tokens(request, endpoint)
-    missing = max(request.num_prompt_tokens - cached, 1)
-    wait = costs.queue(endpoint) + (costs.load(endpoint) if endpoint.can_decode else 0)
-    return Candidate(endpoint, cached, missing, wait, costs.prompt(endpoint, missing, cached), costs.in_seconds)
+    work = costs.prompt(endpoint, num_missing, num_cached)
+    return MOVE_COST * work if is_helped else work
 
 
 def _tokens_before_first(candidate: Candidate) -> float:
     """Tokens that a prefill worker computes until it is done with the prompt."""
-    endpoint = candidate.endpoint
-    return TOKENS.queue(endpoint) + (TOKENS.load(endpoint) if endpoint.can_decode else 0) + candidate.num_missing_tokens
+    return wait_of(candidate.endpoint, TOKENS) + candidate.num_missing_tokens
 
 
-def _prefill_workers(decode: Endpoint, usable: Sequence[Endpoint]) -> list[Endpoint]:
-    return [endpoint for endpoint in usable if _helps(endpoint, decode)]
-
-
-def _helps(endpoint: Endpoint, decode: Endpoint) -> bool:
+def _helping(decode: Endpoint, groups: Sequence[Group], num_tokens: int) -> list[Group]:
     """Workers of both roles help each other only if the decode worker itself cannot prefill."""
-    if not endpoint.can_prefill or endpoint.address == decode.address:
-        return False
-    return decode.role is not WorkerRole.BOTH or endpoint.role is WorkerRole.PREFILL
+    roles = {WorkerRole.PREFILL} if decode.role is WorkerRole.BOTH else PREFILLS
+    return [one for one in groups if one.example.role in roles and fits(one.example, num_tokens)]
 
 
 def _may_hedge(asked: Sequence[Candidate], costs: Costs) -> bool:
@@ -170,9 +218,9 @@ def _may_hedge(asked: Sequence[Candidate], costs: Costs) -> bool:
     return len(asked) > 1 and asked[1].wait <= asked[1].work + costs.prompt(asked[1].endpoint, HEDGE_QUEUE, 0)
 
 
-def _choice(role: str, ranked: Ranked) -> Callable[[], str]:
-    """The line that explains it. Keeps few of the candidates: there may be a thousand, and many decisions are kept."""
-    best, num_more, words = ranked.candidates[:MAX_NAMED], len(ranked.candidates) - MAX_NAMED, ranked.words
+def _choice(role: str, ranked: Ranked, num_candidates: int) -> Callable[[], str]:
+    """The line that explains it. Keeps few of the candidates: many decisions are kept."""
+    best, num_more, words = ranked.candidates[:NUM_RANKED], num_candidates - NUM_RANKED, ranked.words
 
     def line() -> str:
         named = [f"{one.address} ({words(one)})" for one in best]

@@ -90,13 +90,16 @@ class Retries:
     async def pick(self, pick: Callable[[], PickT], deadline: float, lost: WorkerLostError | None) -> PickT:
         """What `pick` returns. If it raises `UnavailableError`, a first attempt waits a moment for a worker whose
         connection has just broken, and one after `lost` waits longer for any worker. Raises `BatonError`."""
-        give_up_at = self._clock() + (self.limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
+        give_up_at: float | None = None
         while True:
             try:
                 return pick()
             except UnavailableError as error:
                 if lost is not None and lost.code == FULL:
                     raise _overloaded(f"every worker that could take it is full ({lost})", lost) from error
+                if give_up_at is None:
+                    wait_s = self.limits.recovery_wait_s if lost else self._registry.reconnect_wait_s()
+                    give_up_at = self._clock() + wait_s
                 left = min(give_up_at, deadline) - self._clock()
                 if left <= 0:
                     raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error

@@ -18,6 +18,7 @@ from common.errors import UnavailableError
 from common.sampling import SamplingParams, parameters
 from protos.convert import LATER_PARAMETERS
 from router.fleet.endpoint import Endpoint
+from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.policy.embedding import least_loaded
@@ -79,14 +80,14 @@ class Routes:
         """`pick`, of a worker of any role that only computes the prompt."""
         return self._pick(least_loaded, wanted)
 
-    def _pick(self, pick: Callable[[RoutingRequest, Sequence[Endpoint]], PickT], wanted: RoutingRequest) -> PickT:
-        endpoints = self._registry.endpoints()
+    def _pick(self, pick: Callable[[RoutingRequest, Fleet], PickT], wanted: RoutingRequest) -> PickT:
+        fleet = self._registry.fleet()
         try:
-            return pick(wanted, endpoints)
+            return pick(wanted, fleet)
         except UnavailableError:
             if wanted.tried == wanted.refused:
                 raise
-            return pick(replace(wanted, tried=wanted.refused), endpoints)
+            return pick(replace(wanted, tried=wanted.refused), fleet)
 
     def elsewhere(self, request: GenerationRequest, route: Route, draining: Endpoint) -> RoutingDecision | None:
         """The worker that could go on instead of one that drains; None if none can now. The worker asks again."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -18,6 +20,7 @@ from protos.baton.v1 import worker_pb2
 from router.fleet import reports, worker_watch
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
+from router.fleet.track_record import MAX_FAILURES
 from tests.router.conftest import StartWorker
 from tests.router.test_costs import model
 from tests.support.fake_worker import FakeWorker
@@ -78,6 +81,33 @@ async def test_what_a_worker_learns_of_its_steps_times_arrives(registry: Registr
     await until(registry, lambda: floor_s() == 0.03)
     worker.change(batch_time=said(4, "quick"))
     await until(registry, lambda: floor_s() is None)
+
+
+async def test_the_kept_fleet_is_told_of_all_that_changes(registry: Registry, worker: FakeWorker) -> None:
+    def kept() -> Endpoint:
+        (one,) = registry.fleet().endpoints()
+        (known,) = registry.endpoints()
+        assert replace(one, suspended="") == replace(known, suspended="")
+        assert bool(one.suspended) == bool(known.suspended)
+        return one
+
+    assert kept().state is WorkerState.UNREACHABLE
+    await until(registry, lambda: kept().state is WorkerState.READY)
+    with registry.sending({worker.address: 7}):
+        assert (kept().num_unreported, kept().num_unreported_tokens) == (1, 7)
+    assert kept().num_unreported == 0
+    worker.change(num_requests_waiting=3)
+    await until(registry, lambda: kept().load.num_requests_waiting == 3)
+    who = kept().incarnation
+    for _ in range(MAX_FAILURES):
+        registry.track.failed(who, time.monotonic())
+    assert kept().suspended
+    registry.track.succeeded(who, time.monotonic())
+    assert not kept().suspended
+    registry.suspect(*who, "it is gone")
+    assert kept().state is WorkerState.UNREACHABLE
+    registry.set_addresses([worker.address], [worker.address])
+    assert kept().role is WorkerRole.BOTH
 
 
 async def test_sent_requests_count_until_they_are_reported(registry: Registry, worker: FakeWorker) -> None:

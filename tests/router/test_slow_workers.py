@@ -57,6 +57,7 @@ class Fleet:
                 max_model_len=self.request.model.limits.max_model_len,
                 block_size=16,
             )
+            worker.changed()
         assert [one.role for one in registry.endpoints()] == [WorkerRole.DECODE] * 4 + [WorkerRole.PREFILL] * len(
             prefill
         )

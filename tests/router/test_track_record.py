@@ -47,6 +47,14 @@ def test_one_request_at_a_time_probes_it() -> None:
     assert again.state(A, 1900 + track_record.MAX_OPEN_S) == "half open"
 
 
+def test_those_that_may_be_left_alone_are_named_until_once_after() -> None:
+    record = tripped()
+    assert record.troubled(0) == [A]
+    assert record.troubled(OPEN_S) == [A], "half open: a probe changes it"
+    record.succeeded(A, OPEN_S)
+    assert [record.troubled(OPEN_S) for _ in range(2)] == [[A], []]
+
+
 def test_requests_that_were_there_before_probe_nothing() -> None:
     record = TrackRecord()
     with record.probing(A):
