@@ -210,10 +210,10 @@ def _arguments(text: str, where: str, values: ValueCount) -> Json | str:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return text
-    if not isinstance(arguments, dict) or not is_unicode(arguments):
+    if not isinstance(arguments, dict):
         return text
-    values.check(arguments, where)
-    return arguments
+    values.check(arguments, where)  # before each value is looked at
+    return arguments if is_unicode(arguments) else text
 
 
 def with_objects(messages: Sequence[Message]) -> list[Json] | None:
