@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := baton bench common decode_service engine kv_store prefill_service router text worker
+PACKAGES := baton bench common decode_service engine kv_store prefill_service router simulation text worker
 SOURCES := $(PACKAGES) protos tests tools
 
 # Byte code is kept, whatever the environment says: tests start some hundred processes, and each would compile all files.

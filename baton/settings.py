@@ -27,6 +27,7 @@ from common.config import (
     PolicySettings,
     RouterSettings,
     Settings,
+    SimulateSettings,
     UpSettings,
     WorkerSettings,
 )
@@ -86,6 +87,7 @@ UP_SETTINGS = with_connectors(_with_fields(UpSettings, *stack_settings_classes()
 DEMO_SETTINGS = with_connectors(_with_fields(DemoSettings, *stack_settings_classes(), NamedPolicies))
 WORKER_SETTINGS = with_connectors(WorkerSettings)
 CHAT_SETTINGS = _with_fields(ChatSettings, SAMPLING_SETTINGS)
+SIMULATE_SETTINGS = _with_fields(SimulateSettings, NamedPolicies)
 GENERATE_SETTINGS = _with_fields(GenerateSettings, SAMPLING_SETTINGS)
 SETTINGS: dict[str, type[Settings]] = {
     "up": UP_SETTINGS,
@@ -103,6 +105,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "doctor": UP_SETTINGS,
     "profile": EngineSettings,
     "replay": EngineSettings,
+    "simulate": SIMULATE_SETTINGS,
 }
 """Every command and what configures it."""
 

@@ -18,6 +18,7 @@ from baton.cli.options import print_error
 from baton.cli.profile import PROFILE
 from baton.cli.replay import REPLAY
 from baton.cli.serve import SERVE_COMMANDS
+from baton.cli.simulate import SIMULATE
 
 ENTRY_POINTS = "baton.commands"
 
@@ -55,7 +56,9 @@ GROUP = _Group(
     '  baton chat "Hello!"           ask it\n'
     "  baton doctor                  what this machine has, and lacks\n"
     "  baton COMMAND --help          everything a command can be told",
-    commands={command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS, DOCTOR, PROFILE, REPLAY)},
+    commands={
+        command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS, DOCTOR, PROFILE, REPLAY, SIMULATE)
+    },
 )
 
 

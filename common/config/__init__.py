@@ -19,6 +19,7 @@ from common.config.base import (
 )
 from common.config.client import ChatSettings, ChoiceSettings, ClientSettings, GenerateSettings
 from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings, RouterSettings, WebSettings
+from common.config.simulate import SimulateSettings, TrafficSettings
 from common.config.stack import DemoSettings, UpSettings
 from common.config.worker import (
     DEFAULT_MODEL,
@@ -50,7 +51,9 @@ __all__ = [
     "Positive",
     "RouterSettings",
     "Settings",
+    "SimulateSettings",
     "TlsSettings",
+    "TrafficSettings",
     "UpSettings",
     "WebSettings",
     "WorkerSettings",

@@ -272,6 +272,16 @@ class Scheduler:
                 self.blocks.shrink(request, request.num_tokens)
         return result
 
+    def repeat(self, num_steps: int) -> None:
+        """What so many steps come to in which each of `decodes` draws its last token again: simulations make them at
+        once. Nobody may end or wait, and there have to be blocks for all: raises `ValueError` if there are not."""
+        result = StepResult()
+        for request in self.decodes:
+            request.token_ids += request.token_ids[-1:] * num_steps
+            if not self.blocks.append(request, request.num_tokens - 1):
+                raise ValueError(f"{num_steps} steps of request {request.request_id} have too few blocks")
+            self._computed(request, num_steps, result)
+
     def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
         """Notes that the KV of the request's next `num_new` tokens is computed."""
         request.num_computed_tokens += num_new

@@ -17,7 +17,9 @@ from common.batch_time_file import decode
 from common.errors import ConfigError
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
-_UNMEASURED_KV_TOKENS = 65_536  # of a device that a file describes, which does not say how much KV it holds
+# Of a device that a file describes, which does not say how much KV it holds, nor how many bytes a token's are.
+_UNMEASURED_KV_TOKENS = 65_536
+_UNMEASURED_KV_TOKEN_BYTES = 131_072
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class SimulatedTime:
 
     time: BatchTime
     kv_tokens: int
+    kv_token_bytes: int
     source: str  # for people: where the times are from
     free_rows: float  # that a step multiplies while it reads the weights
 
@@ -121,7 +124,13 @@ def simulated_time(name: str) -> SimulatedTime:
     except (OSError, ValueError) as error:
         raise ConfigError("--simulated-time", f"{name} is of no use: {error}") from error
     source = f"measured on {time.key.processor}, by {name}"
-    return SimulatedTime(time=time, kv_tokens=_UNMEASURED_KV_TOKENS, source=source, free_rows=1.0)
+    return SimulatedTime(
+        time=time,
+        kv_tokens=_UNMEASURED_KV_TOKENS,
+        kv_token_bytes=_UNMEASURED_KV_TOKEN_BYTES,
+        source=source,
+        free_rows=1.0,
+    )
 
 
 def of_sheet(processor: Processor, model: ModelSize) -> SimulatedTime:
@@ -146,6 +155,7 @@ def of_sheet(processor: Processor, model: ModelSize) -> SimulatedTime:
     return SimulatedTime(
         time=BatchTime(key=key, regimes=dict.fromkeys(Regime, regime)),
         kv_tokens=int((processor.memory_bytes - weights) / model.kv_bytes),
+        kv_token_bytes=model.kv_bytes,
         source=f"computed from the data sheet of {processor.name} and the sizes of {model.name}, not measured",
         free_rows=processor.arithmetic / processor.bandwidth,
     )

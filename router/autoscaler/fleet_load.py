@@ -143,7 +143,7 @@ class FleetLoad:
             num_requests=sum(load.num_requests_running + load.num_requests_waiting for load in loads),
             queued_tokens=sum(load.num_queued_prompt_tokens for load in loads),
             num_busy=sum(load.num_queued_prompt_tokens > 0 for load in loads),
-            kv_used=sum(_kv_usage(load) for load in loads),
+            kv_used=sum(kv_usage(load) for load in loads),
         )
 
     # ---------------------------------------------------------------------------------------- following
@@ -256,7 +256,7 @@ def _is_fresh(reported_at: float | None, now: float) -> bool:
     return reported_at is not None and now - reported_at <= STALE_S
 
 
-def _kv_usage(load: WorkerLoad) -> float:
+def kv_usage(load: WorkerLoad) -> float:
     """The share of KV blocks in use, in [0, 1] whatever a worker says: one must not outweigh others."""
     if not load.num_blocks:
         return 0.0

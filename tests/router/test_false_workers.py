@@ -15,7 +15,7 @@ from common.grpc.status import DETAILS_KEY, error_of_call
 from common.peers import MAX_COUNT, milliseconds, seconds_to_wait
 from common.types import WorkerLoad, WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
-from router.autoscaler.fleet_load import _kv_usage
+from router.autoscaler.fleet_load import kv_usage
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.least_load import kv_headroom
@@ -192,7 +192,7 @@ def test_more_free_blocks_than_there_are() -> None:
     load = WorkerLoad(num_blocks=10, num_free_blocks=MOST, num_cached_blocks=MOST)
     endpoint = Endpoint(worker_id="w", role=WorkerRole.DECODE, address="a:1", load=load)
     assert kv_headroom(endpoint) == 1.0
-    assert _kv_usage(load) == 0.0
+    assert kv_usage(load) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""`baton simulate`: what a fleet would do with a traffic, on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from baton.cli.options import AS_JSON, SettingsCommand
+from baton.settings import SIMULATE_SETTINGS
+from common.config import SimulateSettings
+from common.errors import StartupError
+
+if TYPE_CHECKING:
+    from simulation.scenario import Result
+
+COLUMNS = (
+    ("TTFT p50", "p50_ttft_ms", "{:.0f} ms"),
+    ("p99", "p99_ttft_ms", "{:.0f} ms"),
+    ("TPOT p50", "p50_tpot_ms", "{:.1f} ms"),
+    ("p99", "p99_tpot_ms", "{:.1f} ms"),
+    ("E2E p50", "p50_e2e_ms", "{:.0f} ms"),
+    ("tokens/s", "output_throughput", "{:.0f}"),
+    ("good", "good_share", "{:.1%}"),
+    ("cached", "cached_share", "{:.1%}"),
+    ("in place", "in_place_share", "{:.1%}"),
+    ("moved", "transferred_gb", "{:.1f} GB"),
+    ("worker hours", "worker_hours", "{:.3f}"),
+    ("good/worker hour", "good_requests_per_worker_hour", "{:.0f}"),
+)
+"""Heading, figure, and how it is written."""
+
+
+def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: bool) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from simulation.report import page
+    from simulation.scenario import run
+
+    logging.getLogger("engine").setLevel(
+        logging.ERROR
+    )  # preemptions are counted; each is a line in a real worker's log
+    settings = settings.model_copy(update={"goodput": (*settings.goodput, *targets)})
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("requests", total=None)
+        results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
+    if settings.out is not None:
+        try:
+            Path(settings.out).write_text(page(results), encoding="utf-8")
+        except OSError as error:
+            raise StartupError(f"{settings.out} cannot be written: {error.strerror}") from error
+    if as_json:
+        click.echo(json.dumps([_as_json(one) for one in results], indent=1))
+        return 0
+    _print_table(results)
+    for source in dict.fromkeys(source for one in results for source in one.sources):
+        click.echo(f"times: {source}")
+    if settings.out is not None:
+        click.echo(f"report: {settings.out}")
+    return 0
+
+
+def _as_json(result: Result) -> dict[str, object]:
+    workers = {role.value: num for role, num in result.scenario.num_workers.items()}
+    return {"policy": result.scenario.policy, "workers": workers, **result.figures}
+
+
+def _print_table(results: Sequence[Result]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("policy", "fleet", "served"):
+        table.add_column(name)
+    for name, _, _ in COLUMNS:
+        table.add_column(name, justify="right")
+    for one in results:
+        figures = one.figures
+        served = f"{figures['requests'] - figures['failed']:.0f} of {figures['requests']:.0f}"
+        cells = [form.format(figures[name]) if name in figures else "" for _, name, form in COLUMNS]
+        table.add_row(one.scenario.policy, one.scenario.fleet, served, *cells)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+SIMULATE = SettingsCommand(
+    "simulate",
+    SIMULATE_SETTINGS,
+    simulate,
+    about="Plays a traffic to a fleet that is not there: real routing and scheduling, on a virtual clock.",
+    examples=[
+        "baton simulate --prefill 2 --decode 2 --rate 8 --goodput ttft:500 tpot:50",
+        "baton simulate --trace conversation.jsonl --policy least_load,prefix_aware --out report.html",
+        "baton simulate --rate 16 --sweep prefill=1..4,decode=1..4 --goodput ttft:500,tpot:50",
+        "baton simulate --arrivals day --rate 12 --requests 20000 --autoscale --leap",
+    ],
+    params=[click.Argument(["targets"], nargs=-1, metavar="[TARGET]..."), AS_JSON],
+)

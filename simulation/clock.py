@@ -1,0 +1,32 @@
+"""Time that passes from one event to the next."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+
+class VirtualClock:
+    """Seconds since the start. Calls are made in the order of their times, those of one moment as they were asked
+    for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, time: float, call: Callable[[], None]) -> None:
+        """Calls once, at `time`, or now if that has passed."""
+        heapq.heappush(self._due, (max(time, self.now), next(self._numbers), call))
+
+    def step(self) -> bool:
+        """Makes the next call. False if there is none."""
+        if not self._due:
+            return False
+        self.now, _, call = heapq.heappop(self._due)
+        call()
+        return True

@@ -1,0 +1,357 @@
+"""A fleet, and requests on their way through it.
+
+A request's way is that of `decode_service` and `prefill_service`, whose messages take `message_s` each:
+
+    router ──> decode worker ──RemotePrefillNeeded──> prefill worker
+                    <──first token, blocks as they are computed──
+                    ──blocks that the prefill worker lacks, if it asks──>
+               PrefillReceived ──release──>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+from common.block_hash import block_hashes, root_hash
+from common.config import EngineSettings
+from common.errors import UnavailableError
+from common.sampling import SamplingParams
+from common.traffic.requests import TrafficRequest
+from common.types import WorkerLoad, WorkerRole
+from engine import messages as m
+from engine.simulated.data_sheet import SimulatedTime
+from router.autoscaler.fleet_load import prompt_rate
+from router.policy.base import Policy, RoutingDecision
+from simulation.clock import VirtualClock
+from simulation.device import VirtualDevice, spec_of
+from simulation.link import Link, LinkSpeed, Network
+from simulation.outcome import Outcome, RequestOutcome
+from simulation.router import SimulatedRouter
+from simulation.scaling import PLAN_S, Scaling, ScalingOptions
+from simulation.worker import SimulatedWorker
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FleetOptions:
+    num_workers: dict[WorkerRole, int]
+    times: dict[WorkerRole, SimulatedTime]
+    settings: EngineSettings  # of all workers; `num_blocks` None: what the device holds
+    policy: Callable[[], Policy]
+    link: LinkSpeed = field(default_factory=LinkSpeed)
+    max_model_len: int = 131_072
+    message_s: float = 0.0005  # a message's way from process to process
+    host_s: float = 0.0  # between two steps, in which the device waits for the engine
+    leaps: bool = False
+    tells_times: bool = True  # workers say how long their steps take, so that the router counts in seconds
+    lends: bool = True  # decode workers lend what they have of a prompt
+    scaling: ScalingOptions | None = None  # None: the fleet stays as it is
+
+
+@dataclass(slots=True, eq=False)
+class _OnItsWay:
+    request: TrafficRequest
+    outcome: RequestOutcome
+    decision: RoutingDecision
+    decode: SimulatedWorker
+    prefill: SimulatedWorker | None = None  # once it is asked
+    is_released: bool = False  # by the decode worker
+    has_lent: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    worker: SimulatedWorker
+    since: float  # paid from here
+    num_running: int = 0  # requests on their way that need it
+    is_draining: bool = False
+
+
+class Fleet:
+    """Serves one traffic, once."""
+
+    def __init__(self, options: FleetOptions) -> None:
+        self._options = options
+        self._clock = VirtualClock()
+        self._network = Network(self._clock, options.link)
+        self._router = SimulatedRouter(options.policy(), options.settings.block_size)
+        self._root = root_hash(spec_of(options.settings.block_size).fingerprint())
+        self._members: dict[str, _Member] = {}
+        self._numbers = dict.fromkeys(WorkerRole, 0)
+        self._num_starting = dict.fromkeys(WorkerRole, 0)
+        self._on_their_way: dict[str, _OnItsWay] = {}
+        self._paid_s = dict.fromkeys(WorkerRole, 0.0)
+        self._busy_s = dict.fromkeys(WorkerRole, 0.0)
+        self._num_steps = 0
+        self._arrived_tokens = 0
+        self._outcomes: list[RequestOutcome] = []
+        self._last_end = 0.0
+        self._is_arriving = True
+        rates = {role: prompt_rate(times.time) for role, times in options.times.items()}
+        self._scaling = None if options.scaling is None else Scaling(options.scaling, rates)
+        for role, number in options.num_workers.items():
+            for _ in range(number):
+                self._add_worker(role)
+
+    def run(self, requests: Iterable[TrafficRequest], progress: Callable[[int], None] = lambda _: None) -> Outcome:
+        """Serves `requests`, which come in the order of time, to their ends. `progress` gets how many have ended."""
+        arriving = iter(requests)
+        self._arrive_next(arriving)
+        if self._scaling is not None:
+            self._clock.at(0.0, self._plan)
+        num_events = 0
+        while self._clock.step():
+            num_events += 1
+            if not num_events % 4096:
+                progress(len(self._outcomes) - len(self._on_their_way))
+        progress(len(self._outcomes))
+        end = max(self._last_end, 1e-9)
+        for member in self._members.values():
+            self._paid_s[member.worker.role] += max(end - member.since, 0.0)
+            self._count_work(member.worker)
+        return Outcome(
+            requests=self._outcomes,
+            seconds=end,
+            paid_s={role: seconds for role, seconds in self._paid_s.items() if seconds},
+            busy_s={role: seconds for role, seconds in self._busy_s.items() if seconds},
+            num_steps=self._num_steps,
+            num_transfers=self._network.num_transfers,
+            num_bytes=self._network.num_bytes,
+            transfer_s=self._network.transfer_s,
+            scaled=self._scaling.history if self._scaling is not None else (),
+        )
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with blocks or queues of any worker; empty if nothing is."""
+        members = self._members.values()
+        return [problem for member in members for problem in member.worker.core.scheduler.check_integrity()]
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def _arrive_next(self, arriving: Iterator[TrafficRequest]) -> None:
+        if (request := next(arriving, None)) is not None:
+            self._clock.at(request.at, lambda: self._arrive(request, arriving))
+        else:
+            self._is_arriving = False
+
+    def _arrive(self, request: TrafficRequest, arriving: Iterator[TrafficRequest]) -> None:
+        self._arrive_next(arriving)
+        token_ids = prompt_of(request)
+        key, num_prompt = str(len(self._outcomes)), len(token_ids)
+        outcome = RequestOutcome(
+            at=self._clock.now, num_prompt_tokens=num_prompt, num_output_tokens=request.num_output_tokens
+        )
+        self._outcomes.append(outcome)
+        self._arrived_tokens += num_prompt
+        try:
+            decision = self._router.pick(
+                key,
+                self._clock.now,
+                num_prompt_tokens=num_prompt,
+                num_tokens=num_prompt + request.num_output_tokens,
+                block_names=block_hashes(self._root, token_ids[:-1], self._options.settings.block_size),
+                session=request.session,
+            )
+        except UnavailableError as error:
+            outcome.failure = error.message
+            return
+        member = self._members[decision.decode.address]
+        outcome.decode = member.worker.address
+        self._on_their_way[key] = _OnItsWay(request, outcome, decision, member.worker)
+        member.num_running += 1
+        for helper in decision.prefill[:1]:
+            self._members[helper.address].num_running += 1
+        command = m.AddRequest(
+            request_id=key,
+            prompt_token_ids=token_ids,
+            sampling_params=_greedy(request.num_output_tokens),
+            mode=m.RequestMode.REMOTE if decision.prefill else m.RequestMode.LOCAL,
+            min_remote_tokens=decision.min_remote_tokens,
+        )
+        self._send(member.worker, command)
+
+    def _send(self, worker: SimulatedWorker, command: m.Command) -> None:
+        self._clock.at(self._clock.now + self._options.message_s, lambda: worker.deliver(command))
+
+    def _take_in(self, worker: SimulatedWorker, event: m.Event) -> None:
+        """An engine says something."""
+        if not isinstance(event, _OF_REQUESTS) or (one := self._on_their_way.get(event.request_id)) is None:
+            return
+        if worker is one.decode:
+            self._take_in_decode(one, event)
+        elif worker is one.prefill:
+            self._take_in_prefill(one, event)
+
+    def _take_in_decode(self, one: _OnItsWay, event: m.Event) -> None:
+        outcome = one.outcome
+        match event:
+            case m.RemotePrefillNeeded(key, first_block):
+                one.prefill = self._members[one.decision.prefill[0].address].worker
+                outcome.prefill = one.prefill.address
+                command = m.AddRequest(
+                    request_id=key,
+                    prompt_token_ids=prompt_of(one.request),
+                    sampling_params=_greedy(one.request.num_output_tokens),
+                    mode=m.RequestMode.PREFILL,
+                    first_block=first_block,
+                    num_lendable_blocks=first_block if self._options.lends else 0,
+                )
+                self._send(one.prefill, command)
+            case m.BlocksFetched():
+                outcome.num_bytes_moved += event.num_bytes
+            case m.BlocksPublished(key, blocks, failed_indexes, failure, _):
+                if one.prefill is not None:
+                    self._send(one.prefill, m.RemoteBlocksPublished(key, blocks, failed_indexes, failure))
+            case m.PrefillReceived(key, _):
+                self._release(one, key)
+            case m.TokensGenerated():
+                if event.tokens and outcome.ttft_s is None:
+                    outcome.ttft_s = self._clock.now + self._options.message_s - outcome.at
+                outcome.num_preemptions = event.num_preemptions
+                if one.prefill is None:
+                    outcome.num_cached_tokens = event.num_cached_tokens
+                if event.finish_reason is not None:
+                    self._end(one, event.request_id)
+            case m.RequestFailed(key, code, reason):
+                outcome.failure = f"{code}: {reason}"
+                self._end(one, key)
+
+    def _take_in_prefill(self, one: _OnItsWay, event: m.Event) -> None:
+        match event:
+            case m.LoanNeeded(key, first, stop):
+                one.has_lent = True
+                self._send(one.decode, m.LendBlocks(key, first, stop))
+            case m.BlocksPublished(key, blocks, failed_indexes, failure, _):
+                self._send(one.decode, m.RemoteBlocksPublished(key, blocks, failed_indexes, failure))
+            case m.TokensGenerated(request_id=key, tokens=tokens):
+                one.outcome.num_cached_tokens = min(event.num_cached_tokens, one.outcome.num_prompt_tokens)
+                self._send(one.decode, m.RemoteFirstToken(key, tokens[0]))
+                # The decode worker's front passes it on at once.
+                one.outcome.ttft_s = self._clock.now + 2 * self._options.message_s - one.outcome.at
+            case m.BlocksFetched():
+                one.outcome.num_bytes_moved += event.num_bytes
+            case m.RequestFailed(key, code, reason):
+                self._send(one.decode, m.RemotePrefillFailed(key, f"{code}: {reason}"))
+
+    def _release(self, one: _OnItsWay, key: str) -> None:
+        """The decode worker needs nothing more of the prefill worker."""
+        if one.prefill is not None and not one.is_released:
+            one.is_released = True
+            self._send(one.prefill, m.Release(key))
+            if one.has_lent:
+                self._send(one.decode, m.EndLoan(key))
+
+    def _end(self, one: _OnItsWay, key: str) -> None:
+        outcome = one.outcome
+        self._release(one, key)
+        del self._on_their_way[key]
+        self._router.ended(key, one.decision)
+        outcome.e2e_s = self._clock.now + self._options.message_s - outcome.at
+        self._last_end = max(self._last_end, outcome.at + outcome.e2e_s)
+        for address in {one.decode.address, *(helper.address for helper in one.decision.prefill[:1])}:
+            member = self._members[address]
+            member.num_running -= 1
+            self._remove_if_done(member)
+
+    # ----------------------------------------------------------------------------------------------- workers
+
+    def _add_worker(self, role: WorkerRole) -> None:
+        """A worker that serves from now on."""
+        options, settings, times = self._options, self._options.settings, self._options.times[role]
+        self._numbers[role] += 1
+        address = f"{role.value}-{self._numbers[role]}"
+        num_blocks = settings.num_blocks or max(times.kv_tokens // settings.block_size, 1)
+        max_model_len = min(options.max_model_len, num_blocks * settings.block_size)
+        self._router.add(address, role, times.time if options.tells_times else None, max_model_len)
+        worker = SimulatedWorker(
+            address,
+            role,
+            settings,
+            VirtualDevice(
+                times.time, num_blocks=num_blocks, block_size=settings.block_size, max_model_len=max_model_len
+            ),
+            Link(address, self._network, times.kv_token_bytes * settings.block_size),
+            self._clock,
+            leaps=options.leaps,
+            host_s=options.host_s,
+            emit=self._take_in,
+            report_load=self._report_load,
+            report_blocks=self._report_blocks,
+        )
+        self._members[address] = _Member(worker, self._clock.now)
+        worker.report()
+
+    def _plan(self) -> None:
+        """Once a second, for as long as there is somebody to serve."""
+        scaling, options = self._scaling, self._options.scaling
+        if scaling is None or options is None or not (self._is_arriving or self._on_their_way):
+            return
+        now = self._clock.now
+        self._clock.at(now + PLAN_S, self._plan)
+        serving: dict[WorkerRole, list[_Member]] = {role: [] for role in WorkerRole}
+        for member in self._members.values():
+            if not member.is_draining:
+                serving[member.worker.role].append(member)
+        loads = {role: [member.worker.load for member in members] for role, members in serving.items()}
+        for role, wanted in scaling.decide(now, loads, self._arrived_tokens).items():
+            num_more = wanted - len(serving[role]) - self._num_starting[role]
+            for _ in range(num_more):
+                self._num_starting[role] += 1
+                self._paid_s[role] += options.startup_s
+                self._clock.at(now + options.startup_s, partial(self._started, role))
+            emptiest_first = sorted(serving[role], key=lambda member: member.num_running)
+            for member in emptiest_first[: max(-num_more, 0)]:
+                member.is_draining = True
+                self._router.drain(member.worker.address)
+                self._remove_if_done(member)
+
+    def _started(self, role: WorkerRole) -> None:
+        self._num_starting[role] -= 1
+        self._add_worker(role)
+
+    def _remove_if_done(self, member: _Member) -> None:
+        if not member.is_draining or member.num_running:
+            return
+        worker = member.worker
+        if self._members.pop(worker.address, None) is None:
+            return
+        self._paid_s[worker.role] += self._clock.now - member.since
+        self._count_work(worker)
+        self._router.remove(worker.address)
+
+    def _count_work(self, worker: SimulatedWorker) -> None:
+        self._busy_s[worker.role] += worker.busy_s
+        self._num_steps += worker.num_steps
+
+    def _report_load(self, worker: SimulatedWorker, load: WorkerLoad) -> None:
+        if worker.address in self._members:
+            self._router.report_load(worker.address, load, self._clock.now)
+
+    def _report_blocks(self, worker: SimulatedWorker, stored: bytes, removed: bytes) -> None:
+        if worker.address in self._members:
+            self._router.report_blocks(worker.address, stored, removed)
+
+
+_OF_REQUESTS = (
+    m.RemotePrefillNeeded
+    | m.LoanNeeded
+    | m.BlocksPublished
+    | m.BlocksFetched
+    | m.PrefillReceived
+    | m.TokensGenerated
+    | m.RequestFailed
+)
+
+
+def prompt_of(request: TrafficRequest) -> list[int]:
+    """Its tokens: of a run, the run's id again and again."""
+    token_ids: list[int] = []
+    for run_id, num_tokens in request.runs:
+        token_ids += [run_id] * num_tokens
+    return token_ids
+
+
+@lru_cache(4096)
+def _greedy(num_output_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)

@@ -1,0 +1,110 @@
+"""What came of a simulation: each request's times, and the figures that are told of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.types import WorkerRole
+
+SHARES = (0.5, 0.9, 0.99)
+
+
+@dataclass(slots=True, eq=False)
+class RequestOutcome:
+    at: float  # seconds after the start
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ttft_s: float | None = None  # from its arrival
+    e2e_s: float = 0.0
+    num_cached_tokens: int = 0  # of the prompt, that the worker which computed it did not compute
+    num_bytes_moved: int = 0
+    num_preemptions: int = 0
+    decode: str = ""
+    prefill: str = ""  # empty: the decode worker computed the prompt
+    failure: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between two tokens; None for an answer of one."""
+        if self.num_output_tokens < 2 or self.ttft_s is None:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Slo:
+    """Most seconds; None: any."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def is_met(self, one: RequestOutcome) -> bool:
+        if one.failure or one.ttft_s is None:
+            return False
+        pairs = ((one.ttft_s, self.ttft_s), (one.tpot_s, self.tpot_s), (one.e2e_s, self.e2e_s))
+        return all(value is None or most is None or value <= most for value, most in pairs)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Outcome:
+    requests: Sequence[RequestOutcome]
+    seconds: float  # until the last answer's end
+    paid_s: Mapping[WorkerRole, float]  # of workers, from asking for them to their end
+    busy_s: Mapping[WorkerRole, float]  # of their devices
+    num_steps: int
+    num_transfers: int
+    num_bytes: int  # moved from worker to worker
+    transfer_s: float  # of all transfers together, what they waited for others included
+    scaled: Sequence[tuple[float, Mapping[WorkerRole, int]]] = ()  # when, and the workers wanted from then on
+
+    def summary(self, slo: Slo) -> dict[str, float]:
+        """Figures by name: milliseconds in `_ms`, shares from 0 to 1. What has no value is left out."""
+        served = [one for one in self.requests if not one.failure and one.ttft_s is not None]
+        prompt_tokens = sum(one.num_prompt_tokens for one in served)
+        num_good = sum(map(slo.is_met, served))
+        found: dict[str, float] = {
+            "requests": len(self.requests),
+            "failed": len(self.requests) - len(served),
+            "duration_s": self.seconds,
+            "request_throughput": len(served) / self.seconds,
+            "output_throughput": sum(one.num_output_tokens for one in served) / self.seconds,
+            "request_goodput": num_good / self.seconds,
+            "good_share": num_good / max(len(self.requests), 1),
+        }
+        for name, value_of in MEASURES.items():
+            values = sorted(value for one in served if (value := value_of(one)) is not None)
+            if values:
+                found[f"mean_{name}_ms"] = 1000 * math.fsum(values) / len(values)
+                for share in SHARES:
+                    found[f"p{round(100 * share)}_{name}_ms"] = 1000 * percentile(values, share)
+        found |= {
+            "cached_share": sum(one.num_cached_tokens for one in served) / max(prompt_tokens, 1),
+            "in_place_share": sum(not one.prefill for one in served) / max(len(served), 1),
+            "preemptions": sum(one.num_preemptions for one in self.requests),
+            "transfers": self.num_transfers,
+            "transferred_gb": self.num_bytes / 1e9,
+            "mean_transfer_ms": 1000 * self.transfer_s / max(self.num_transfers, 1),
+            "steps": self.num_steps,
+        }
+        for role, seconds in self.paid_s.items():
+            found[f"{role.value}_worker_hours"] = seconds / 3600
+            found[f"{role.value}_busy_share"] = self.busy_s.get(role, 0.0) / seconds
+        hours = math.fsum(self.paid_s.values()) / 3600
+        found["worker_hours"] = hours
+        found["good_requests_per_worker_hour"] = num_good / hours if hours else 0.0
+        return found
+
+
+MEASURES: dict[str, Callable[[RequestOutcome], float | None]] = {
+    "ttft": lambda one: one.ttft_s,
+    "tpot": lambda one: one.tpot_s,
+    "e2e": lambda one: one.e2e_s,
+}
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that `share` (0 to 1) of all values do not exceed (nearest rank)."""
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

@@ -1,0 +1,100 @@
+"""What a router decides by: the real policy, prefix index and worker records, fed by simulated workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import grpc
+
+from common.batch_time import BatchTime
+from common.types import WorkerLoad, WorkerRole, WorkerState
+from protos.baton.v1 import worker_pb2
+from router.fleet.endpoint import Endpoint
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.worker import Sent, WorkerRecord
+from router.fleet.worker_watch import REPORT_LAG_S
+from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.running.routes import load_of
+
+FINGERPRINT = "simulation"
+
+
+class SimulatedRouter:
+    def __init__(self, policy: Policy, block_size: int) -> None:
+        self._policy = policy
+        self._block_size = block_size
+        self._index = PrefixIndex()
+        self._records: dict[str, WorkerRecord] = {}
+
+    def add(self, address: str, role: WorkerRole, time: BatchTime | None, max_model_len: int) -> None:
+        """`time`: None if the worker says nothing of how long its steps take."""
+        info = worker_pb2.WorkerInfo(
+            worker_id=address,
+            fingerprint=FINGERPRINT,
+            block_size=self._block_size,
+            max_model_len=max_model_len,
+        )
+        no_channel = cast("grpc.aio.Channel", None)  # nothing is sent
+        self._records[address] = WorkerRecord(
+            address, role, no_channel, 0, info=info, batch_time=time, state=WorkerState.READY
+        )
+        self._index.reset(address)
+
+    def drain(self, address: str) -> None:
+        """The worker gets no further request."""
+        self._records[address].state = WorkerState.DRAINING
+
+    def remove(self, address: str) -> None:
+        del self._records[address]
+        self._index.forget(address)
+
+    def report_load(self, address: str, load: WorkerLoad, now: float) -> None:
+        record = self._records[address]
+        record.load = load
+        for key in [key for key, sent in record.sent.items() if sent.at < now - REPORT_LAG_S]:
+            record.reported(key)
+
+    def report_blocks(self, address: str, stored: bytes, removed: bytes) -> None:
+        self._index.remove(address, removed)
+        self._index.store(address, stored)
+
+    def sweep(self) -> None:
+        """Frees what is left of workers that are gone."""
+        while self._index.sweep(2**16):
+            pass
+
+    def pick(
+        self,
+        key: object,
+        now: float,
+        *,
+        num_prompt_tokens: int,
+        num_tokens: int,
+        block_names: Sequence[bytes],
+        session: str,
+    ) -> RoutingDecision:
+        """Decides where a request goes, and counts it there until `ended`. `block_names` leave out the prompt's last
+        token. Raises `UnavailableError` if no decode worker can take it."""
+        wanted = RoutingRequest(
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=num_tokens,
+            fingerprint=FINGERPRINT,
+            block_names=block_names,
+            cached_blocks=self._index.match(block_names, now),
+            session=session,
+        )
+        decision = self._policy.pick(wanted, self._endpoints())
+        for address, num_missing in load_of(decision).items():
+            self._index.expect(address, block_names, now)
+            self._records[address].send(key, Sent(now, num_missing))
+        return decision
+
+    def ended(self, key: object, decision: RoutingDecision) -> None:
+        for address in load_of(decision):
+            if record := self._records.get(address):
+                record.reported(key)
+                record.running.discard(key)
+
+    def _endpoints(self) -> list[Endpoint]:
+        return [record.endpoint() for record in self._records.values()]

@@ -1,0 +1,226 @@
+"""From settings to fleets, traffic and results: one scenario for each fleet of a sweep and each policy."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from common.config import EngineSettings, SimulateSettings, TrafficSettings
+from common.errors import ConfigError
+from common.traffic import arrivals, sizes
+from common.traffic.made import conversations, independent
+from common.traffic.requests import TrafficRequest
+from common.traffic.traces import read_trace, repeated, scaled
+from common.types import WorkerRole
+from engine.simulated.data_sheet import SimulatedTime, simulated_time
+from router.autoscaler.planner import Bounds, PlannerOptions
+from router.autoscaler.rules import Targets
+from router.policy.registry import create_policy
+from simulation.fleet import Fleet, FleetOptions
+from simulation.link import LinkSpeed
+from simulation.outcome import Outcome, Slo
+from simulation.scaling import ScalingOptions
+
+NUM_MADE = 1000  # requests, if nobody says how many
+LONGEST = 16  # times the median, of lengths that are drawn
+MAX_SCENARIOS = 1000
+
+
+@dataclass(slots=True, frozen=True)
+class Scenario:
+    policy: str
+    num_workers: dict[WorkerRole, int]
+
+    @property
+    def fleet(self) -> str:
+        """As `2P + 4D`."""
+        letters = {WorkerRole.PREFILL: "P", WorkerRole.DECODE: "D", WorkerRole.BOTH: "B"}
+        return " + ".join(f"{num}{letters[role]}" for role, num in self.num_workers.items() if num)
+
+
+@dataclass(slots=True, frozen=True)
+class Result:
+    scenario: Scenario
+    outcome: Outcome
+    figures: dict[str, float]  # `Outcome.summary`
+    sources: tuple[str, ...] = ()  # where the times of steps are from, in words
+
+
+def run(settings: SimulateSettings, progress: Callable[[int, int], None] = lambda _done, _all: None) -> list[Result]:
+    """One result for each scenario. `progress` gets how many requests have ended, of how many. Raises `ConfigError` for
+    what is wrong with settings or files."""
+    planned, slo = scenarios(settings), slo_of(settings.goodput)
+    options = [fleet_options(settings, one) for one in planned]
+    requests = traffic(settings)
+    num = len(requests) * len(planned)
+
+    def told(before: int, done: int) -> None:
+        progress(before + done, num)
+
+    results: list[Result] = []
+    for number, (scenario, option) in enumerate(zip(planned, options, strict=True)):
+        outcome = Fleet(option).run(requests, partial(told, number * len(requests)))
+        sources = dict.fromkeys(option.times[role].source for role, num in scenario.num_workers.items() if num)
+        results.append(Result(scenario, outcome, outcome.summary(slo), tuple(sources)))
+    return results
+
+
+def traffic(settings: TrafficSettings) -> list[TrafficRequest]:
+    """The requests, in the order of time. Raises `ConfigError` for a flag that would change nothing."""
+    of_trace, of_made = {"speed", "lengths"}, {"arrivals", "rate", "prompt_tokens", "output_tokens"}
+    for name in sorted((of_trace if settings.trace is None else of_made) & settings.model_fields_set):
+        reason = "means nothing without --trace" if settings.trace is None else "means nothing with --trace"
+        raise ConfigError(name, reason)
+    if settings.trace is not None:
+        trace = read_trace(Path(settings.trace))
+        if settings.requests is not None:
+            trace = [*repeated(trace, settings.requests)]
+        return [*scaled(trace, speed=settings.speed, lengths=settings.lengths)]
+    return [*itertools.islice(_made(settings), settings.requests or NUM_MADE)]
+
+
+def _made(settings: TrafficSettings) -> Iterator[TrafficRequest]:
+    rate, seed = settings.rate, settings.seed
+    prompts = _lengths(settings.prompt_tokens, settings.length_sigma, f"prompts/{seed}")
+    outputs = _lengths(settings.output_tokens, settings.length_sigma, f"outputs/{seed}")
+    match settings.arrivals:
+        case "conversations":
+            return conversations(
+                rate,
+                prompts,
+                outputs,
+                seed,
+                turns=settings.turns,
+                think_s=settings.think_time,
+                system_tokens=settings.shared_tokens,
+                max_prompt_tokens=LONGEST * (settings.prompt_tokens + settings.output_tokens) + settings.shared_tokens,
+            )
+        case "gamma":
+            times = arrivals.gamma(rate, settings.burstiness, seed)
+        case "bursts":
+            times = arrivals.bursts(rate, settings.burst_size, seed)
+        case "steady":
+            times = arrivals.steady(rate)
+        case "ramp":
+            times = arrivals.ramp(0.0, rate, settings.period, seed)
+        case "day":
+            times = arrivals.day(rate, settings.period, seed)
+        case _:
+            times = arrivals.poisson(rate, seed)
+    return independent(times, prompts, outputs, num_shared_tokens=settings.shared_tokens)
+
+
+def _lengths(median: int, sigma: float, seed: str) -> Iterator[int]:
+    return sizes.lognormal(median, sigma, 1, LONGEST * median, seed) if sigma else sizes.fixed(median)
+
+
+def scenarios(settings: SimulateSettings) -> list[Scenario]:
+    """Every fleet of the sweep with every policy."""
+    given = {WorkerRole.PREFILL: settings.prefill, WorkerRole.DECODE: settings.decode, WorkerRole.BOTH: settings.both}
+    ranges = {role: [num] for role, num in given.items()}
+    for part in (settings.sweep or "").split(","):
+        if not part.strip():
+            continue
+        found = re.fullmatch(r"(prefill|decode|both)=(\d{1,4})(?:\.\.(\d{1,4}))?", part.strip())
+        if found is None:
+            raise ConfigError("sweep", f"{part.strip()!r} is not like prefill=1..8, decode=4 or both=0..2")
+        first = int(found[2])
+        last = int(found[3] or first)
+        if last < first:
+            raise ConfigError("sweep", f"{part.strip()!r} ends before it begins")
+        ranges[WorkerRole(found[1])] = [*range(first, last + 1)]
+    policies = [name.strip() for name in settings.policy.split(",") if name.strip()]
+    fleets = [dict(zip(ranges, numbers, strict=True)) for numbers in itertools.product(*ranges.values())]
+    for fleet in fleets:
+        if not fleet[WorkerRole.DECODE] + fleet[WorkerRole.BOTH]:
+            raise ConfigError("decode", "a fleet needs a decode worker, or one of both roles")
+    if settings.autoscale and settings.both:
+        raise ConfigError("both", "the planner scales prefill and decode workers only")
+    if len(policies) * len(fleets) > MAX_SCENARIOS:
+        raise ConfigError("sweep", f"{len(policies) * len(fleets)} simulations at once; {MAX_SCENARIOS} at most")
+    return [Scenario(policy, fleet) for policy in policies for fleet in fleets]
+
+
+def slo_of(targets: tuple[str, ...]) -> Slo:
+    """From `ttft:500` and the like, in milliseconds."""
+    found: dict[str, float] = {}
+    for target in targets:
+        name, _, value = target.partition(":")
+        if name not in ("ttft", "tpot", "e2e") or not re.fullmatch(r"\d+(\.\d+)?", value) or not float(value):
+            raise ConfigError("goodput", f"{target!r} is not like ttft:500, tpot:50 or e2e:10000")
+        if name in found:
+            raise ConfigError("goodput", f"{name} is given twice")
+        found[name] = float(value) / 1000
+    return Slo(ttft_s=found.get("ttft"), tpot_s=found.get("tpot"), e2e_s=found.get("e2e"))
+
+
+def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOptions:
+    engine = EngineSettings.model_validate(
+        {
+            name: getattr(settings, name)
+            for name in (
+                *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "chunk_size"),
+                *("announce", "enable_prefix_caching"),
+            )
+        }
+    )
+    policy = partial(
+        create_policy,
+        scenario.policy,
+        prefill=settings.prefill_policy,
+        decode=settings.decode_policy,
+        min_remote_tokens=settings.min_remote_tokens or 0,
+        seed=settings.seed,
+    )
+    policy()  # an unknown name is said before anything runs
+    return FleetOptions(
+        num_workers=scenario.num_workers,
+        times={
+            WorkerRole.PREFILL: _times(settings, "prefill_times"),
+            WorkerRole.DECODE: _times(settings, "decode_times"),
+            WorkerRole.BOTH: _times(settings, "times"),
+        },
+        settings=engine,
+        policy=policy,
+        link=LinkSpeed(bandwidth=1e9 * settings.bandwidth, latency_s=settings.link_latency / 1000),
+        max_model_len=settings.max_model_len,
+        message_s=settings.message_latency / 1000,
+        host_s=settings.host_time / 1000,
+        leaps=settings.leap,
+        tells_times=settings.router_times,
+        lends=settings.lend_blocks,
+        scaling=_scaling(settings) if settings.autoscale else None,
+    )
+
+
+def _times(settings: SimulateSettings, field: str) -> SimulatedTime:
+    name = getattr(settings, field) or settings.times
+    try:
+        times = simulated_time(name)
+    except ConfigError as error:
+        raise ConfigError(field if getattr(settings, field) else "times", error.message.partition(": ")[2]) from error
+    return times if settings.kv_token_bytes is None else replace(times, kv_token_bytes=settings.kv_token_bytes)
+
+
+def _scaling(settings: SimulateSettings) -> ScalingOptions:
+    planner = PlannerOptions(
+        prefill=Bounds(settings.prefill_min, settings.prefill_max),
+        decode=Bounds(settings.decode_min, settings.decode_max),
+        tolerance=settings.tolerance,
+        scale_up_delay_s=settings.scale_up_delay,
+        scale_down_delay_s=settings.scale_down_delay,
+        idle_timeout_s=settings.idle_timeout,
+    )
+    targets = Targets(
+        queued_tokens=settings.target_queued_tokens,
+        prefill_rate=settings.target_prefill_rate,
+        kv_usage=settings.target_kv_usage,
+        requests=settings.target_requests,
+    )
+    return ScalingOptions(
+        planner=planner, targets=targets, startup_s=settings.startup, window_s=settings.arrival_window
+    )

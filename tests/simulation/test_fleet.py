@@ -1,0 +1,189 @@
+"""Simulated fleets: exact times of written cases, golden runs, and leaps that come to the same as exact steps.
+
+`GOLDEN_UPDATE=1 pytest ...` writes the golden runs anew, for the diff to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from common.batch_time import StepShape
+from common.config import SimulateSettings
+from common.traffic.requests import TrafficRequest, answer_id
+from engine.simulated.data_sheet import simulated_time
+from simulation.fleet import Fleet
+from simulation.outcome import Outcome, Slo
+from simulation.scenario import fleet_options, run, scenarios, traffic
+
+GOLDEN = Path(__file__).parent / "golden"
+SHEET = simulated_time("h100-8b")
+
+
+def served(requested: list[TrafficRequest], **settings: object) -> Outcome:
+    """By the one fleet that `settings` name, all of whose blocks are accounted for at the end."""
+    made = SimulateSettings.model_validate(settings)
+    (scenario,) = scenarios(made)
+    fleet = Fleet(fleet_options(made, scenario))
+    outcome = fleet.run(requested)
+    assert [one.failure for one in outcome.requests if one.failure or one.ttft_s is None] == []
+    assert fleet.check_integrity() == []
+    return outcome
+
+
+def asked(at: float, *runs: tuple[int, int], output: int = 1) -> TrafficRequest:
+    return TrafficRequest(at=at, runs=runs, num_output_tokens=output)
+
+
+def chunk_s(new: int, past: int = 0, head_rows: int = 1) -> float:
+    return SHEET.time.seconds(
+        StepShape(
+            num_chunks=1,
+            chunk_tokens=new,
+            chunk_past=past,
+            chunk_pairs=new * past + new * (new + 1) // 2,
+            chunk_squares=new * new,
+            num_head_rows=head_rows,
+        )
+    )
+
+
+def decodes_s(*contexts: int) -> float:
+    return SHEET.time.seconds(
+        StepShape(
+            num_decodes=len(contexts),
+            decode_context=sum(contexts),
+            longest_context=max(contexts),
+            num_head_rows=len(contexts),
+        )
+    )
+
+
+def test_one_request_in_place_takes_the_predicted_steps() -> None:
+    (one,) = served([asked(2.0, (1, 700), output=4)], prefill=0, decode=0, both=1).requests
+    prompt_s = chunk_s(512, head_rows=0) + chunk_s(188, 512)
+    assert one.ttft_s == pytest.approx(0.001 + prompt_s)
+    assert one.e2e_s == pytest.approx(0.001 + prompt_s + decodes_s(701) + decodes_s(702) + decodes_s(703))
+    assert (one.decode, one.prefill, one.num_bytes_moved) == ("both-1", "", 0)
+
+
+def test_one_request_over_two_workers_takes_messages_and_a_transfer() -> None:
+    outcome = served([asked(0.0, (1, 512), output=2)], bandwidth=2.0, link_latency=3.0, message_latency=10.0)
+    (one,) = outcome.requests
+    # To the decode worker, to the prefill worker, back, to the client.
+    assert one.ttft_s == pytest.approx(0.04 + chunk_s(512))
+    num_bytes = 512 * 131_072
+    assert one.num_bytes_moved == outcome.num_bytes == num_bytes
+    # The blocks are fetched when their announcement has come; then comes the first step of the decode worker.
+    assert one.e2e_s == pytest.approx(0.04 + chunk_s(512) + num_bytes / 2e9 + 0.003 + decodes_s(513))
+    assert (one.decode, one.prefill, outcome.num_transfers) == ("decode-1", "prefill-1", 1)
+
+
+def test_transfers_share_a_workers_port() -> None:
+    """Two prompts that are ready at the same moment, on two prefill workers, for one decode worker."""
+    requests = [asked(0.0, (1, 512), output=2), asked(0.0, (2, 512), output=2)]
+    outcome = served(requests, prefill=2, bandwidth=2.0, link_latency=0.0, message_latency=0.0)
+    alone_s = 512 * 131_072 / 2e9
+    assert outcome.transfer_s == pytest.approx(3 * alone_s)
+    assert {one.prefill for one in outcome.requests} == {"prefill-1", "prefill-2"}
+
+
+def test_a_prompt_that_begins_like_another_is_computed_from_there() -> None:
+    requests = [asked(0.0, (1, 1024), (2, 100), output=2), asked(5.0, (1, 1024), (3, 100), output=2)]
+    first, second = served(requests, prefill=0, decode=0, both=1).requests
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 1024)
+    assert second.ttft_s == pytest.approx(0.001 + chunk_s(100, 1024))
+
+
+@pytest.mark.parametrize("lend", [True, False])
+def test_a_second_turn_finds_the_answer_where_it_was_made(lend: bool) -> None:
+    """Only the decode worker has the answer's KV. It lends that to the prefill worker, which computes the question."""
+    turn = [(1, 640), (answer_id(1), 320), (2, 512)]
+    requests = [asked(0.0, turn[0], output=320), asked(10.0, *turn, output=2)]
+    _, second = served(requests, lend_blocks=lend, min_remote_tokens=64).requests
+    assert second.prefill == "prefill-1"
+    assert second.num_cached_tokens == (944 if lend else 640)  # the answer's last token was never computed
+
+
+def test_a_policy_that_looks_at_prefixes_finds_more_of_them() -> None:
+    fleet = {"prefill": 0, "decode": 0, "both": 4, "block_size": 64, "leap": True}
+    chats = {"arrivals": "conversations", "rate": 4.0, "requests": 80, "prompt_tokens": 256, "output_tokens": 16}
+    made = SimulateSettings.model_validate({**fleet, **chats, "policy": "round_robin,prefix_aware"})
+    round_robin, prefix_aware = (one.figures["cached_share"] for one in run(made))
+    assert prefix_aware > round_robin + 0.2
+
+
+ALL: dict[str, object] = {"policy": "prefix_aware", "seed": 3, "block_size": 64, "requests": 40}
+CASES: dict[str, dict[str, object]] = {
+    "1P1D": {"rate": 12.0, "output_tokens": 60, "length_sigma": 0.5},
+    "2P2D": {"prefill": 2, "decode": 2, "rate": 20.0, "output_tokens": 60, "length_sigma": 0.5},
+    "both": {"prefill": 0, "decode": 0, "both": 2, "rate": 10.0, "arrivals": "gamma", "burstiness": 0.3},
+    "chats": {"decode": 2, "rate": 6.0, "arrivals": "conversations", "prompt_tokens": 200},
+    # Requests wait for blocks, and are preempted.
+    "scarce": {"rate": 8.0, "prompt_tokens": 500, "output_tokens": 300, "num_blocks": 75},
+}
+
+
+@cache
+def played(case: str, *, leap: bool = False) -> Outcome:
+    settings = {**ALL, **CASES[case], "leap": leap}
+    return served(traffic(SimulateSettings.model_validate(settings)), **settings)
+
+
+@pytest.mark.parametrize("case", ["1P1D", "scarce"])
+def test_leaps_come_to_the_same_as_exact_steps(case: str) -> None:
+    exact, leaps = played(case), played(case, leap=True)
+    for one, other in zip(exact.requests, leaps.requests, strict=True):
+        assert other.ttft_s == pytest.approx(one.ttft_s, rel=0.01)
+        assert other.e2e_s == pytest.approx(one.e2e_s, rel=0.01)
+    assert leaps.seconds == pytest.approx(exact.seconds, rel=0.01)
+    assert leaps.num_steps == pytest.approx(exact.num_steps, rel=0.01)
+
+
+@pytest.mark.parametrize("case", ["2P2D", "chats"])
+def test_figures_of_a_fleet_that_leaps_are_the_same(case: str) -> None:
+    """Single requests may go to other workers: a worker that leaps tells its load at other moments."""
+    exact, leaps = (played(case, leap=leap).summary(Slo()) for leap in (False, True))
+    for name in ("mean_ttft_ms", "p50_ttft_ms", "mean_tpot_ms", "p50_tpot_ms", "mean_e2e_ms", "duration_s"):
+        assert leaps[name] == pytest.approx(exact[name], rel=0.01), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_runs(case: str) -> None:
+    """Equal seeds give equal results on every machine."""
+    outcome = played(case)
+    lines = [
+        f"{one.at:.6f} {one.num_prompt_tokens}+{one.num_output_tokens} {one.prefill or '-'} {one.decode} "
+        f"cached {one.num_cached_tokens} ttft {one.ttft_s:.6f} e2e {one.e2e_s:.6f} preempted {one.num_preemptions}"
+        for one in outcome.requests
+    ]
+    text = "\n".join([*lines, f"{outcome.seconds:.6f} s, {outcome.num_steps} steps, {outcome.num_bytes} bytes", ""])
+    path = GOLDEN / f"{case}.txt"
+    if os.environ.get("GOLDEN_UPDATE"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_the_planner_scales_the_fleet_and_paid_seconds_follow() -> None:
+    busy = {"rate": 25.0, "requests": 250, "prompt_tokens": 2000, "output_tokens": 2, "block_size": 512}
+    limits = {"prefill_max": 4, "decode_max": 3, "startup": 2.0, "scale_up_delay": 1.0, "target_queued_tokens": 4096}
+    settings = SimulateSettings.model_validate({**busy, **limits, "autoscale": True})
+    (result,) = run(settings)
+    (alone,) = run(settings.model_copy(update={"autoscale": False}))
+    wanted = [max(numbers.values()) for _, numbers in result.outcome.scaled]
+    assert max(wanted) > 1
+    assert result.figures["p99_ttft_ms"] < alone.figures["p99_ttft_ms"]
+    assert result.figures["failed"] == 0
+    assert result.figures["prefill_worker_hours"] > result.figures["duration_s"] / 3600
+    assert alone.figures["prefill_worker_hours"] == pytest.approx(alone.figures["duration_s"] / 3600)
+
+
+def test_figures_are_json(tmp_path: Path) -> None:
+    (result,) = run(SimulateSettings.model_validate({"requests": 3, "goodput": "ttft:1000,tpot:0.001"}))
+    figures = json.loads(json.dumps(result.figures))
+    assert figures["good_share"] == 0
+    assert figures["requests"] == 3

@@ -1,0 +1,85 @@
+"""From flags to scenarios, traffic and pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.cli.main import main
+from common.config import SimulateSettings
+from common.errors import ConfigError
+from common.types import WorkerRole
+from simulation.scenario import run, scenarios, slo_of, traffic
+
+
+def settings(**values: object) -> SimulateSettings:
+    return SimulateSettings.model_validate(values)
+
+
+def test_a_sweep_names_every_fleet_with_every_policy() -> None:
+    found = scenarios(settings(policy="least_load, prefix_aware", sweep="prefill=0..1,decode=2", both=1))
+    assert [(one.policy, one.fleet) for one in found] == [
+        ("least_load", "2D + 1B"),
+        ("least_load", "1P + 2D + 1B"),
+        ("prefix_aware", "2D + 1B"),
+        ("prefix_aware", "1P + 2D + 1B"),
+    ]
+    assert scenarios(settings(prefill=3))[0].num_workers[WorkerRole.PREFILL] == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"sweep": "prefill=1-8"}, "sweep: 'prefill=1-8'"),
+        ({"sweep": "decode=3..1"}, "sweep: 'decode=3..1' ends"),
+        ({"sweep": "prefill=1..99,decode=1..99"}, "sweep: 9801 simulations"),
+        ({"decode": 0}, "decode: a fleet needs"),
+        ({"both": 1, "autoscale": True}, "both: the planner"),
+        ({"policy": "nearest"}, "policy: 'nearest'"),
+        ({"times": "h1000"}, "times: h1000 is neither"),
+        ({"decode_times": "h1000"}, "decode_times: h1000 is neither"),
+        ({"goodput": "ttft=5"}, "goodput: 'ttft=5'"),
+        ({"goodput": "ttft:5,ttft:6"}, "goodput: ttft is given twice"),
+        ({"speed": 2}, "speed: means nothing without --trace"),
+        ({"trace": "x", "rate": 2}, "rate: means nothing with --trace"),
+        ({"trace": "/nowhere.jsonl"}, "trace: /nowhere.jsonl cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run(settings(**values))
+    assert raised.value.message.startswith(reason)
+
+
+def test_targets() -> None:
+    slo = slo_of(("ttft:500", "tpot:12.5"))
+    assert (slo.ttft_s, slo.tpot_s, slo.e2e_s) == (0.5, 0.0125, None)
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "gamma", "bursts", "steady", "ramp", "day", "conversations"])
+def test_made_traffic_is_the_same_for_the_same_seed(arrivals: str) -> None:
+    made = traffic(settings(arrivals=arrivals, requests=20, rate=5, length_sigma=1, shared_tokens=64, seed=4))
+    assert made == traffic(settings(arrivals=arrivals, requests=20, rate=5, length_sigma=1, shared_tokens=64, seed=4))
+    assert made != traffic(settings(arrivals=arrivals, requests=20, rate=5, length_sigma=1, shared_tokens=64, seed=5))
+    assert len(made) == 20
+
+
+def test_the_command_plays_a_trace_to_two_fleets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {"timestamp": 10, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
+    trace, report = tmp_path / "trace.jsonl", tmp_path / "report.html"
+    trace.write_text(json.dumps(entry) + "\n")
+    command = ["simulate", "--trace", str(trace), "--requests", "2", "--sweep", "decode=1..2", "--out", str(report)]
+    assert main([*command, "--goodput", "ttft:500", "tpot:50", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["workers"], two["workers"]["decode"]) == ({"prefill": 1, "decode": 1, "both": 0}, 2)
+    assert one["requests"] == 2
+    assert one["good_share"] == 1.0
+    assert "p99_ttft_ms" in report.read_text()
+    assert main([*command, "--goodput", "e2e:0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "1P + 2D" in out
+    assert "not measured" in out
+    assert main(["simulate", "--goodput", "ttft"]) == 2
+    assert "goodput: 'ttft' is not like" in capsys.readouterr().err
