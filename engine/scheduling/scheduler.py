@@ -281,6 +281,7 @@ class Scheduler:
             if not self.blocks.append(request, request.num_tokens - 1):
                 raise ValueError(f"{num_steps} steps of request {request.request_id} have too few blocks")
             self._computed(request, num_steps, result)
+            self._sums.note(request)
 
     def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
         """Notes that the KV of the request's next `num_new` tokens is computed."""
