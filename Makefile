@@ -35,7 +35,7 @@ $(STAMP):
 	@echo "install: everything else"
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	extra = p["optional-dependencies"]; \
-	print("\n".join(p["dependencies"] + extra["engine"] + extra["kubernetes"] + extra["dev"]))' \
+	print("\n".join(p["dependencies"] + extra["engine"] + extra["kubernetes"] + extra["otel"] + extra["dev"]))' \
 	  > $(VENV)/requirements.txt
 	@$(PIP) --requirement $(VENV)/requirements.txt
 	@# Without their dependencies, which are large and not needed here.

@@ -25,6 +25,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -32,6 +33,7 @@ from common import metrics
 from common.errors import TransferError, UnavailableError
 from common.grpc.options import DEADLINE_SLACK_S
 from common.peers import milliseconds
+from common.tracing import RequestSpans, SpanKind, TraceContext
 from decode_service.prefill_events import PrefillEvents
 from decode_service.prefill_stream import END_WAIT_S, PrefillStream
 from engine import messages as m
@@ -42,6 +44,19 @@ from worker.lease import lease_grace_s
 from worker.shell import Worker
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a prefill worker, for its span. Times are seconds of the monotonic clock."""
+
+    address: str
+    first_block: int
+    start: float
+    context: TraceContext
+    is_hedge: bool
+    end: float | None = None  # None: it ends with the request
+    failure: str = ""
 
 
 class PrefillLeg:
@@ -57,12 +72,15 @@ class PrefillLeg:
         stream: EngineStream,
         report: types_pb2.RequestReport,
         usage: types_pb2.Usage,
+        spans: RequestSpans | None = None,
     ) -> None:
         self.queue_ms = 0.0  # in the prefill worker that gave the first token
         self.publish_ms = 0.0  # of the last announcement
         self.blamed: list[str] = []  # addresses of workers that failed, or lost to one that was asked beside them
         self._report = report
         self._usage = usage
+        self._spans = spans
+        self._calls: list[_Call] = []  # in the order in which they were made, if the request is traced
         self._failures: list[str] = []
         self._worker = worker
         self._request = request
@@ -119,7 +137,31 @@ class PrefillLeg:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
+    def add_spans(self, now: float) -> None:
+        """Adds a span for each worker that was asked: those after the first one are linked to it."""
+        if self._spans is None:
+            return
+        for call in self._calls:
+            first = self._calls[0]
+            self._spans.add(
+                "prefill" if call is first else "prefill (hedge)" if call.is_hedge else "prefill (retry)",
+                call.start,
+                now if call.end is None else call.end,
+                {"baton.prefill_worker": call.address, "baton.first_block": call.first_block},
+                context=call.context,
+                kind=SpanKind.CLIENT,
+                links=() if call is first else (first.context,),
+                error=call.failure,
+            )
+
     # ------------------------------------------------------------------------------------------ internals
+
+    def _note_end(self, address: str, failure: str = "") -> None:
+        """Notes when the last call of a worker ended, if the request is traced."""
+        for call in reversed(self._calls):
+            if call.address == address and call.end is None:
+                call.end, call.failure = time.monotonic(), failure
+                return
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """If the leg ends by a defect, the engine is told to compute the rest, so that nobody waits for ever."""
@@ -178,6 +220,7 @@ class PrefillLeg:
         """Acts on the end of a stream. Raises an error that is a defect of this process."""
         error = stream.task.result()
         if error is None and self._is_finished:
+            self._note_end(stream.address)
             return
         if error is None:
             error = TransferError("ended its stream before all blocks were here")
@@ -201,6 +244,7 @@ class PrefillLeg:
         metrics.worker_prefill_failures.labels(code).inc()
         self._failures.append(f"prefill worker {address}: {words}")
         self.blamed.append(address)
+        self._note_end(address, words)
         log.warning(
             "prefill worker failed", extra={"request_id": self._request.request_id, "address": address, "reason": words}
         )
@@ -230,7 +274,10 @@ class PrefillLeg:
         )
         # A request whose deadline passes is normally ended by its own call. This later deadline is a fallback.
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
-        start = self._start(first_block, ready.peer if num_lendable else b"")
+        context = None if self._spans is None else self._spans.own.child()
+        start = self._start(first_block, ready.peer if num_lendable else b"", context)
+        if context is not None:
+            self._calls.append(_Call(address, first_block, time.monotonic(), context, bool(self._asked)))
         stream = PrefillStream(self._worker, address, start, events, self._take_in, timeout)
         stream.task.add_done_callback(lambda _: self._end_loan(stream))
         self._asked.append(stream)
@@ -242,7 +289,7 @@ class PrefillLeg:
         if self._borrower is stream:
             self._stream.end_loan(0.0 if stream.is_complete else lease_grace_s(self._worker.settings))
 
-    def _start(self, first_block: int, peer: bytes) -> prefill_pb2.PrefillStart:
+    def _start(self, first_block: int, peer: bytes, context: TraceContext | None) -> prefill_pb2.PrefillStart:
         request, worker = self._request, self._worker
         return prefill_pb2.PrefillStart(
             request_id=request.request_id,
@@ -256,6 +303,8 @@ class PrefillLeg:
             first_block=first_block,
             connector=worker.settings.connector,
             peer=peer,
+            traceparent="" if context is None else context.traceparent,
+            tracestate="" if context is None else context.state,
         )
 
     def _take_in(self, stream: PrefillStream, event: prefill_pb2.PrefillEvent) -> None:
@@ -288,6 +337,7 @@ class PrefillLeg:
         for stream in self._asked:
             if stream is not giver:
                 stream.release()
+                self._note_end(stream.address)
                 self._worker.finish_later(stream.end())
         self._asked = [giver]
 

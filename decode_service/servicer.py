@@ -17,8 +17,9 @@ from typing import Any
 import grpc
 
 from common import metrics
-from common.errors import InvalidArgumentError
+from common.errors import BatonError, InvalidArgumentError
 from common.sampling import SamplingParams
+from common.tracing import RequestSpans, Span, Value
 from decode_service.prefill_leg import PrefillLeg
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -27,6 +28,7 @@ from worker import convert
 from worker.engine_stream import EngineStream, HandoverDue
 from worker.many_calls import Caller, ManyCalls, OneCall
 from worker.port import max_calls
+from worker.request_spans import add_step, add_transfer
 from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -117,11 +119,26 @@ class DecodeRun:
         self._caller = caller
         self._report = types_pb2.RequestReport()
         self._usage = types_pb2.Usage()
-        self._leg = PrefillLeg(worker, request, stream, self._report, self._usage)
+        self._spans = worker.traced(request.traceparent, request.tracestate)
+        self._leg = PrefillLeg(worker, request, stream, self._report, self._usage, self._spans)
         self._marks = _Marks(time.monotonic())
         self._num_sends = 0
 
     async def run(self) -> None:
+        if self._spans is None or self._worker.spans is None:
+            await self._run()
+            return
+        error = "cancelled"
+        try:
+            await self._run()
+            error = ""
+        except BatonError as failure:
+            error = f"{failure.grpc_code}: {failure.message}"
+            raise
+        finally:
+            self._worker.spans.export(self._whole(self._spans, error))
+
+    async def _run(self) -> None:
         request = self._request
         # Logprobs of the prompt come from computing it, and only the decode worker is asked for them.
         computes_prompt = self._params.prompt_logprobs is not None and not request.output_token_ids
@@ -138,6 +155,7 @@ class DecodeRun:
                 tenant=request.tenant,
                 priority=request.priority,
                 min_remote_tokens=request.min_remote_tokens,
+                traceparent="" if self._spans is None else self._spans.own.traceparent,
             )
         )
         self._stream.pass_on = self._pass_on
@@ -159,6 +177,8 @@ class DecodeRun:
                 self._leg.start(first_block, self._deadline())
             case m.BlocksFetched(_, indexes, failed_indexes, _, num_bytes, elapsed_s):
                 self._marks.last_fetch_s = elapsed_s
+                if self._spans is not None:
+                    add_transfer(self._spans, event, time.monotonic())
                 self._report.num_blocks_moved += len(indexes)
                 self._report.num_bytes_moved += num_bytes
                 metrics.worker_kv_blocks_moved.inc(len(indexes))
@@ -170,6 +190,9 @@ class DecodeRun:
             case m.PrefillReceived(_, received_time):
                 self._marks.kv_complete = received_time
                 self._leg.finish()
+            case m.StepTraced():
+                if self._spans is not None:
+                    add_step(self._spans, event, len(self._request.prompt_token_ids))
             case m.PromptScored(_, scores):
                 scored = decode_pb2.DecodeEvent(prompt_logprobs=[token_to_proto(one) for one in scores])
                 await self._stream.deliver(self._caller.write(scored))
@@ -256,6 +279,31 @@ class DecodeRun:
         else:
             timings.prefill_ms = max(first - marks.start - marks.queue_s, 0.0) * 1000
         return report
+
+    def _whole(self, spans: RequestSpans, error: str) -> list[Span]:
+        marks, now, report = self._marks, time.monotonic(), self._report
+        self._leg.add_spans(now)
+        spans.add("queue", marks.start, marks.start + marks.queue_s)
+        events = []
+        if marks.first_token is not None:
+            events.append(("first token", marks.first_token))
+            kv_complete = max(marks.kv_complete or marks.first_token, marks.first_token)
+            if report.prefill_worker:
+                moved = {"baton.num_blocks": report.num_blocks_moved, "baton.num_bytes": report.num_bytes_moved}
+                spans.add("handoff", marks.first_token, kv_complete, moved)
+            if marks.second_token is not None:
+                spans.add("first decode", kv_complete, marks.second_token)
+                spans.add("stream", marks.second_token, now)
+        attributes: dict[str, Value] = {
+            "baton.worker": self._worker.address,
+            "baton.request_id": self._request.request_id,
+            "baton.prompt_tokens": len(self._request.prompt_token_ids),
+            "baton.cached_tokens": self._usage.cached_tokens,
+            "baton.num_preemptions": report.num_preemptions,
+            "baton.num_hedges": report.num_hedges,
+            "baton.fallback_reason": report.fallback_reason,
+        }
+        return spans.whole("baton.v1.DecodeService/Decode", marks.start, now, attributes, events, error)
 
     def _deadline(self) -> float | None:
         """The request's own deadline, in the event loop's time."""

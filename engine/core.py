@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from common.batch_time import BatchTime
 from common.block_hash import root_hash
 from common.config import EngineSettings
@@ -43,6 +45,7 @@ class BegunStep:
     output: SchedulerOutput
     written: Sequence[int] = ()  # blocks that it writes
     computed: Pass | None = None  # None: it has nothing to compute
+    traced: Sequence[m.StepTraced] = ()  # what is told of it, once its end is known
     is_busy: bool = False  # whether the next step may find something to compute
 
 
@@ -76,6 +79,7 @@ class EngineCore:
         self._read_commands = read_commands
         self._events: list[m.Event] = []
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
+        self._traced: set[str] = set()  # ids of requests that are told of their steps
         self.blocks = BlockManager(
             info.num_blocks,
             info.spec.block_size,
@@ -159,6 +163,8 @@ class EngineCore:
         remote_kv = self.remote_kv
         match command:
             case m.AddRequest():
+                if command.traceparent:
+                    self._traced.add(command.request_id)
                 self._arrivals.add(command)
                 self._queue_ready()
             case m.Embed():
@@ -179,6 +185,7 @@ class EngineCore:
                 self._arrivals.drop(request_id)
                 self.scheduler.release(request_id)
                 remote_kv.release(request_id)
+                self._traced.discard(request_id)
             case m.StopPrefill(request_id):
                 self._arrivals.drop(request_id)
                 self.scheduler.stop(request_id)
@@ -243,9 +250,10 @@ class EngineCore:
         if not output.num_tokens:
             return BegunStep(output, is_busy=has_ended or (bool(output.preempted) and self.scheduler.num_running > 0))
         written = output.written_blocks(self.blocks.block_size)
+        traced = self._first_steps(output) if self._traced else ()
         self.blocks.hold(written)
         try:
-            return BegunStep(output, written, self._forward.begin(output), is_busy=True)
+            return BegunStep(output, written, self._forward.begin(output), traced, is_busy=True)
         except BaseException:
             self._unhold(written)
             raise
@@ -263,6 +271,9 @@ class EngineCore:
             tokens = self._forward.end(begun.computed, meanwhile or self.take_in_transfers)
         finally:
             self._unhold(begun.written)
+        if begun.traced:
+            now = self._clock()
+            self._events += [msgspec.structs.replace(step, end=now) for step in begun.traced]
         result = self.scheduler.update(begun.output, tokens)
         self.remote_kv.publish(result.publishes)
         for new in result.tokens:
@@ -270,6 +281,22 @@ class EngineCore:
         self._report_embeddings(begun.output)
         self.take_in_transfers()
         return True
+
+    def _first_steps(self, output: SchedulerOutput) -> list[m.StepTraced]:
+        """Of traced requests: those that compute their prompt, or their first token after it."""
+        now = self._clock()
+        return [
+            m.StepTraced(
+                request_id=request.request_id,
+                start=now,
+                end=now,
+                num_tokens=num_new,
+                num_computed_tokens=request.num_computed_tokens,
+                num_requests=len(output.num_tokens),
+            )
+            for request, num_new in output.num_tokens.items()
+            if request.request_id in self._traced and request.num_computed_tokens <= request.num_prompt_tokens
+        ]
 
     def _unhold(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:

@@ -57,6 +57,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     first_block: int = 0  # PREFILL: first index in the block table that has to be published
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
+    traceparent: str = ""  # of the front's span, if the request is sampled: it is told of its first steps
 
 
 class RemoteBlocksPublished(msgspec.Struct, tag=True, frozen=True):
@@ -251,6 +252,18 @@ class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     fallback_reason: str = ""
 
 
+class StepTraced(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Of a traced request: a step that computed a chunk of its prompt, or its first one after the prompt. Times are
+    seconds of the monotonic clock, which all processes of a machine share."""
+
+    request_id: str
+    start: float
+    end: float
+    num_tokens: int  # of the request, in this step
+    num_computed_tokens: int  # before it
+    num_requests: int  # in this step
+
+
 class PromptScored(msgspec.Struct, tag=True, frozen=True):
     """LOCAL: logprobs of further tokens of the prompt, from its second one on. All of them come before the first
     TokensGenerated. A request with `output_token_ids` gets none: its client has them."""
@@ -345,6 +358,7 @@ Event = (
     | BlocksFetched
     | PrefillReceived
     | TokensGenerated
+    | StepTraced
     | PromptScored
     | Embedded
     | RequestFailed

@@ -21,6 +21,7 @@ from common.errors import BatonError, IncompatibleError, InvalidArgumentError
 from common.grpc.options import LOSS_NOTICED_S
 from common.grpc.streams import uncancelled
 from common.sampling import SamplingParams
+from common.tracing import RequestSpans, Value
 from engine import messages as m
 from prefill_service.borrowing import Borrowing
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -28,6 +29,7 @@ from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_stream import EngineStream, RequestEvent
 from worker.lease import lease_grace_s
+from worker.request_spans import add_step, add_transfer
 from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,37 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         """Serves one prompt until the decode worker releases its blocks, or half-closes without a word."""
         worker, begin = self._worker, time.monotonic()
+        spans = worker.traced(start.traceparent, start.tracestate)
+        if spans is None or worker.spans is None:
+            await self._serve(start, params, stream, context, begin, None)
+            return
+        error = "cancelled"
+        try:
+            await self._serve(start, params, stream, context, begin, spans)
+            error = ""
+        except BatonError as failure:
+            error = f"{failure.grpc_code}: {failure.message}"
+            raise
+        finally:
+            attributes: dict[str, Value] = {
+                "baton.worker": worker.address,
+                "baton.request_id": start.request_id,
+                "baton.prompt_tokens": len(start.prompt_token_ids),
+                "baton.first_block": start.first_block,
+            }
+            whole = spans.whole("baton.v1.PrefillService/Prefill", begin, time.monotonic(), attributes, error=error)
+            worker.spans.export(whole)
+
+    async def _serve(
+        self,
+        start: prefill_pb2.PrefillStart,
+        params: SamplingParams,
+        stream: EngineStream,
+        context: Context,
+        begin: float,
+        spans: RequestSpans | None,
+    ) -> None:
+        worker = self._worker
         borrowing = Borrowing(stream, start.peer, worker.settings.transfer_timeout_s)
         stream.send(
             m.AddRequest(
@@ -95,12 +128,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 priority=start.priority,
                 first_block=start.first_block,
                 num_lendable_blocks=start.first_block if start.peer and worker.ready.is_read_from_memory else 0,
+                traceparent="" if spans is None else spans.own.traceparent,
             )
         )
         accepted = prefill_pb2.PrefillAccepted(worker_id=worker.worker_id, epoch=worker.epoch, peer=worker.ready.peer)
         await context.write(prefill_pb2.PrefillEvent(accepted=accepted))
         grace_s = lease_grace_s(worker.settings) if worker.ready.is_read_from_memory else 0.0
-        relay = asyncio.create_task(_relay(stream, borrowing, context, begin, grace_s))
+        relay = asyncio.create_task(_relay(stream, borrowing, context, begin, grace_s, spans))
         ended = asyncio.create_task(_read_to_end(borrowing, context))
         try:
             await asyncio.wait((relay, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -115,14 +149,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 stream.keep_s = 0.0
 
 
-async def _relay(stream: EngineStream, borrowing: Borrowing, context: Context, begin: float, grace_s: float) -> None:
+async def _relay(
+    stream: EngineStream,
+    borrowing: Borrowing,
+    context: Context,
+    begin: float,
+    grace_s: float,
+    spans: RequestSpans | None,
+) -> None:
     """Passes on the engine's events until it is cancelled. Raises `BatonError` if the engine gives the request up."""
     events: deque[RequestEvent] = deque()
     while True:
         events = events or await stream.next_all()
         if any(isinstance(event, m.BlocksPublished) and event.blocks for event in events):
             stream.keep_s = grace_s  # from now on somebody may read them
-        match event := events.popleft():
+        event = events.popleft()
+        if spans is not None:
+            _add_span(spans, event, begin)
+        match event:
+            case m.StepTraced():
+                pass
             case m.LoanNeeded():
                 await stream.deliver(context.write(borrowing.ask(event)))
             case m.BlocksPublished():
@@ -145,6 +191,22 @@ async def _relay(stream: EngineStream, borrowing: Borrowing, context: Context, b
                 raise error_from(event)
             case _:
                 raise TypeError(f"a prefill has no event {type(event).__name__}")
+
+
+def _add_span(spans: RequestSpans, event: RequestEvent, begin: float) -> None:
+    now = time.monotonic()
+    match event:
+        case m.StepTraced():
+            add_step(spans, event)
+        case m.BlocksPublished():
+            published: dict[str, Value] = {"baton.num_blocks": len(event.blocks)}
+            spans.add("publish", now - event.elapsed_s, now, published, error=event.failure)
+        case m.BlocksFetched():
+            add_transfer(spans, event, now)
+        case m.TokensGenerated():
+            spans.add("queue", begin, begin + event.queue_s)
+            tokens: dict[str, Value] = {"baton.cached_tokens": event.num_cached_tokens}
+            spans.add("prefill", begin + event.queue_s, now, tokens)
 
 
 async def _read_to_end(borrowing: Borrowing, context: Context) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 
 from common.config import RouterSettings
+from common.tracing import Traces
 from router.fleet.registry import Registry
 from router.limits.admission import Admission
 from router.limits.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.limits.quotas import Quotas
 from router.policy.base import Policy
 from router.policy.registry import create_policy
-from router.preparing.preparation import Preparation
+from router.preparing.preparation import Preparation, never_traced
 from router.processes.router_process import RouterProcess
 from router.running.dispatch import Dispatcher
 from router.running.embedding import Embedder
@@ -35,6 +36,7 @@ def make_gateway(
     limits: DispatchLimits | None = None,
     *,
     template_threads: TextThreads | None = None,
+    traces: Traces | None = None,
 ) -> Gateway:
     """Raises `ConfigError` for a policy that there is not."""
     gate = Gate(_gate_limits(settings), ledger=process.ledger)
@@ -57,12 +59,13 @@ def make_gateway(
         max_answer_tokens=settings.max_answer_tokens,
         max_retain_s=settings.max_retain,
         generic_tools=settings.generic_tools,
+        begin_trace=never_traced if traces is None else traces.begin,
     )
     routes, retries = Routes(registry, policy_of(settings), process.decisions), Retries(registry, limits)
     return Gateway(
         admission,
         preparation,
-        Generation(Dispatcher(registry, routes, retries), admission, _endings(settings, process)),
+        Generation(Dispatcher(registry, routes, retries), admission, _endings(settings, process, traces)),
         routes,
         Embedder(registry, routes, retries, admission),
         PrefixHints(registry, routes, admission, threads),
@@ -71,9 +74,15 @@ def make_gateway(
     )
 
 
-def _endings(settings: RouterSettings, process: RouterProcess) -> Endings:
+def _endings(settings: RouterSettings, process: RouterProcess, traces: Traces | None) -> Endings:
     slow_ms = settings.slow_request_ms
-    return Endings(process.finished, process.in_flight, slow_s=None if slow_ms is None else slow_ms / 1000)
+    return Endings(
+        process.finished,
+        process.in_flight,
+        slow_s=None if slow_ms is None else slow_ms / 1000,
+        spans=traces,
+        with_content=settings.trace_content,
+    )
 
 
 def policy_of(settings: RouterSettings) -> Policy:

@@ -21,6 +21,7 @@ from common.process.open_files import allow_open_files
 from common.process.tasks import VitalTasks, count_tasks
 from common.process.unix_sockets import remove, socket_path
 from common.tls import serving_files
+from common.trace_settings import make_trace_export
 from router.api.api_keys import ApiKeys
 from router.api.grpc_auth import KeyInterceptor
 from router.api.grpc_services import DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
@@ -80,14 +81,25 @@ async def serve(
     quotas = Quotas(settings.limits_file, ledger=process.ledger)
     threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
     template_threads = TextThreads(1, what="chat templates wait to be rendered")
+    traces = make_trace_export(settings, "baton-router", sample=settings.trace_sample)
     gateway = make_gateway(
-        settings, registry, process, quotas, threads, grammar_threads, limits, template_threads=template_threads
+        settings,
+        registry,
+        process,
+        quotas,
+        threads,
+        grammar_threads,
+        limits,
+        template_threads=template_threads,
+        traces=traces,
     )
     await process.start(vital)
     reload = None if file is None else Reload(settings, file, gateway.routes, process.queue)
     gate = gateway.admission.gate
     health = Health()
     async with contextlib.AsyncExitStack() as stack:
+        if traces is not None:
+            stack.push_async_callback(asyncio.to_thread, traces.close)
         stack.callback(threads.close)
         stack.callback(grammar_threads.close)
         stack.callback(template_threads.close)

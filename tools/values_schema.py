@@ -29,7 +29,7 @@ _OWNED = {
     "external_metrics_listen", "external_metrics_service", "keda_listen", "namespace", "leader_elect", "lease_name",
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
-    "limits_file", "processes",
+    "limits_file", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip
@@ -176,6 +176,12 @@ def values_schema() -> Schema:
             worker=ref("image"),
         ),
         logging=obj(level=one_of("debug", "info", "warning", "error"), format=one_of("text", "json")),
+        tracing=obj(
+            endpoint={"type": "string", "pattern": "^(https?://.+)?$"},
+            protocol=one_of("grpc", "http/protobuf"),
+            sample={"type": "number", "minimum": 0, "maximum": 1},
+            content=BOOLEAN,
+        ),
         model=obj(
             name={"type": "string", "minLength": 1},
             servedName=STRING,

@@ -39,6 +39,7 @@ RequestEvent = (
     | m.BlocksFetched
     | m.PrefillReceived
     | m.TokensGenerated
+    | m.StepTraced
     | m.PromptScored
     | m.Embedded
     | m.RequestFailed

@@ -20,6 +20,7 @@ from common.grpc.server import make_server, until_ended
 from common.grpc.transport import add_port, health_server
 from common.process.tasks import VitalTasks, count_tasks
 from common.tls import serving_files
+from common.trace_settings import make_trace_export
 from common.types import WorkerRole, WorkerState
 from worker.drain import drain
 from worker.embed_service import add_service as add_embed_service
@@ -53,6 +54,7 @@ async def serve(
     """
     worker = Worker(settings, role, model_dir, model_name)
     await worker.engine.spawn()
+    traces = worker.spans = make_trace_export(settings, f"baton-{role.value}", worker.worker_id)
     options, max_calls = server_limits(settings, model_dir)
     server = make_server(options, [ReceivingInterceptor()], max_calls)
     probed: grpc.aio.Server | None = None
@@ -94,6 +96,8 @@ async def serve(
         await worker.wait_finished()
         await worker.channels.close()
         await worker.engine.stop()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
 
 def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:

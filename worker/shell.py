@@ -28,6 +28,7 @@ from common.errors import (
 from common.grpc.transport import Channels
 from common.model_files import broken_template
 from common.retry_budget import RetryBudget
+from common.tracing import RequestSpans, SpanSink, Traced, sampled_context
 from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_priority, check_prompt
 from engine.messages import EngineReady, RequestFailed
@@ -88,6 +89,7 @@ class Worker:
         self.hedges = RetryBudget(ratio=HEDGE_RATIO, floor_per_s=HEDGES_PER_S, window_s=HEDGE_WINDOW_S)
         self.drain_requested = asyncio.Event()
         self.drain_timeout = settings.drain_timeout
+        self.spans: SpanSink | None = None  # set once the engine's process has begun, before which no thread may be
         self.active: set[Work] = set()
         self._finishing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -167,6 +169,13 @@ class Worker:
             if not num_left or time.monotonic() >= deadline:
                 return num_left
             await asyncio.sleep(STORED_POLL_S)
+
+    def traced(self, traceparent: str, tracestate: str) -> RequestSpans | None:
+        """Takes spans of a request whose caller says that it is sampled; None if they would go nowhere."""
+        if self.spans is None or not traceparent:
+            return None
+        caller = sampled_context(traceparent, tracestate)
+        return None if caller is None else RequestSpans(Traced(caller.child(), caller))
 
     def check_fingerprint(self, fingerprint: str) -> None:
         if fingerprint and fingerprint != self.fingerprint:

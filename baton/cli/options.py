@@ -26,11 +26,13 @@ from common.config import (
     LimitSettings,
     LogSettings,
     ModelSettings,
+    ObserveSettings,
     PolicySettings,
     RouterSettings,
     Settings,
     SimulateSettings,
     TlsSettings,
+    TraceSettings,
     TrafficSettings,
     UpSettings,
     WebSettings,
@@ -61,7 +63,9 @@ GROUPS: dict[type[Settings], str] = {
     WebSettings: "Web pages and proxies",
     TlsSettings: "TLS",
     HealthSettings: "Probes",
-    LogSettings: "Logging",
+    TraceSettings: "Traces and logging",
+    ObserveSettings: "Traces and logging",
+    LogSettings: "Traces and logging",
 }
 """Sections of `--help`, in order. A field stands under the class that first declares it."""
 

@@ -27,7 +27,16 @@ from baton.settings import (
 )
 from baton.stack import lmcache_server
 from baton.stack.local_stack import LMCACHE, Addresses, Stack
-from common.config import LimitSettings, PolicySettings, RouterSettings, Settings, TlsSettings, UpSettings, WebSettings
+from common.config import (
+    LimitSettings,
+    ObserveSettings,
+    PolicySettings,
+    RouterSettings,
+    Settings,
+    TlsSettings,
+    UpSettings,
+    WebSettings,
+)
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
 from kv_store import registry
@@ -39,7 +48,11 @@ _WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
 # our choice and the worker's bind.
 _WORKER_PORTS = range(20000, 32000)
 _FLEET_TIMEOUT_S = 10.0
-_OF_ROUTER = (*PolicySettings.model_fields, *LimitSettings.model_fields, *WebSettings.model_fields)
+_OF_ROUTER = [
+    field
+    for settings in (PolicySettings, LimitSettings, WebSettings, ObserveSettings)
+    for field in settings.model_fields
+]
 _SECURED = {env_name(field) for field in ("api_keys_file", *TlsSettings.model_fields)}
 """With these, the router answers nobody that has no key or certificate. All say that they are ready, as ever."""
 _SHARED = UP_SETTINGS.model_fields.keys() & WORKER_SETTINGS.model_fields.keys()  # what a worker takes from its stack

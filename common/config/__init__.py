@@ -15,10 +15,18 @@ from common.config.base import (
     Positive,
     Settings,
     TlsSettings,
+    TraceSettings,
     comma_separated,
 )
 from common.config.client import ChatSettings, ChoiceSettings, ClientSettings, GenerateSettings
-from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings, RouterSettings, WebSettings
+from common.config.router import (
+    MAX_PROCESSES,
+    LimitSettings,
+    ObserveSettings,
+    PolicySettings,
+    RouterSettings,
+    WebSettings,
+)
 from common.config.simulate import SimulateSettings, TrafficSettings
 from common.config.stack import DemoSettings, UpSettings
 from common.config.worker import (
@@ -46,6 +54,7 @@ __all__ = [
     "LimitSettings",
     "LogSettings",
     "ModelSettings",
+    "ObserveSettings",
     "PolicySettings",
     "Port",
     "Positive",
@@ -53,6 +62,7 @@ __all__ = [
     "Settings",
     "SimulateSettings",
     "TlsSettings",
+    "TraceSettings",
     "TrafficSettings",
     "UpSettings",
     "WebSettings",

@@ -31,6 +31,20 @@ class LogSettings(Settings):
     log_format: LogFormat = Field("text", description="text, or json (one object per line)")
 
 
+class TraceSettings(Settings):
+    """Where spans of requests go (docs/tracing.md)."""
+
+    trace_endpoint: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="OpenTelemetry collector (OTLP) that spans of requests go to, as http://host:4317; if unset as "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, and none without it",
+    )
+    trace_protocol: Literal["grpc", "http/protobuf"] | None = Field(
+        None, description="how; as OTEL_EXPORTER_OTLP_PROTOCOL says if unset, or else grpc"
+    )
+
+
 class TlsSettings(Settings):
     """Certificates of one process, for its ports and for its channels to others; plain text if none is given.
 

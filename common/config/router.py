@@ -14,6 +14,7 @@ from common.config.base import (
     Positive,
     Settings,
     TlsSettings,
+    TraceSettings,
     comma_separated,
 )
 
@@ -94,7 +95,25 @@ class WebSettings(Settings):
     )
 
 
-class RouterSettings(PolicySettings, LimitSettings, WebSettings, TlsSettings, HealthSettings, LogSettings):
+class ObserveSettings(TraceSettings):
+    """What a router tells of its requests."""
+
+    trace_sample: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of the requests without a traceparent that are traced; others are if their callers' traces "
+        "are; as OTEL_TRACES_SAMPLER says if unset, or else all",
+    )
+    trace_content: bool = Field(False, description="spans hold prompts and answers")
+    slow_request_ms: float | None = Field(
+        None, gt=0, description="a request that takes longer has its timeline in the log, as a warning; none if unset"
+    )
+
+
+class RouterSettings(
+    PolicySettings, LimitSettings, WebSettings, ObserveSettings, TlsSettings, HealthSettings, LogSettings
+):
     """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
 
     prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
@@ -168,9 +187,6 @@ class RouterSettings(PolicySettings, LimitSettings, WebSettings, TlsSettings, He
         True,
         description="tell models whose chat template has no form for tools of them in words, and read calls from their "
         "text; if not, such a request is refused",
-    )
-    slow_request_ms: float | None = Field(
-        None, gt=0, description="a request that takes longer has its timeline in the log, as a warning; none if unset"
     )
     worker_wait: float = Field(
         0.0, ge=0, description="seconds that a request waits while there is no worker (a fleet scaled to zero)"

@@ -7,11 +7,13 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from common.config.base import LogSettings, Port, Positive
-from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings, WebSettings
+from common.config.router import MAX_PROCESSES, LimitSettings, ObserveSettings, PolicySettings, WebSettings
 from common.config.worker import ConnectorSettings, EngineSettings
 
 
-class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSettings, WebSettings, LogSettings):
+class UpSettings(
+    EngineSettings, ConnectorSettings, PolicySettings, LimitSettings, WebSettings, ObserveSettings, LogSettings
+):
     """`baton up`: a whole stack on this machine."""
 
     model_config = ConfigDict(extra="allow")  # see ConnectorSettings

@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from common.config.base import HealthSettings, LogSettings, Port, Positive, Settings, TlsSettings, comma_separated
+from common.config.base import (
+    HealthSettings,
+    LogSettings,
+    Port,
+    Positive,
+    Settings,
+    TlsSettings,
+    TraceSettings,
+    comma_separated,
+)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -116,7 +125,7 @@ class ConnectorSettings(Settings):
     )
 
 
-class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, LogSettings):
+class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, TraceSettings, LogSettings):
     """`baton prefill`, `baton decode` and `baton worker`."""
 
     model_config = ConfigDict(extra="allow")  # see ConnectorSettings

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import InvalidArgumentError
+from common.tracing import TRACEPARENT, TRACESTATE
 
 SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-baton-explain"
@@ -51,6 +52,8 @@ class CallHints:
 
     session: str = ""  # requests of one session should go to one worker
     explain: bool = False  # the answer's report gets the reasons of its routing
+    traceparent: str = ""  # which trace it is a part of, as W3C Trace Context says it
+    tracestate: str = ""
 
 
 def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
@@ -64,4 +67,6 @@ def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
     explain = headers.get(EXPLAIN_HEADER, "").lower()
     if explain not in ("", "0", "1", "false", "true"):
         raise InvalidArgumentError(EXPLAIN_HEADER, "must be true or false")
-    return CallHints(given or session[:MAX_SESSION_CHARS], explain in ("1", "true"))
+    traceparent = headers.get(TRACEPARENT, "")
+    tracestate = headers.get(TRACESTATE, "") if traceparent else ""
+    return CallHints(given or session[:MAX_SESSION_CHARS], explain in ("1", "true"), traceparent, tracestate)

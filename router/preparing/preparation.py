@@ -16,6 +16,7 @@ from common.choices import Choices
 from common.errors import InvalidArgumentError, OverloadedError
 from common.guided import Guided
 from common.sampling import FieldName, GivenSampling, SamplingParams, checked, fitted
+from common.tracing import Traced
 from common.validation import (
     check_cache_salt,
     check_messages,
@@ -51,6 +52,14 @@ ResultT = TypeVar("ResultT")
 MakeTemplate = Callable[[str, Mapping[str, str], int], BaseTemplate]
 """From a client's template, the special tokens and the most characters of a prompt. Raises `InvalidArgumentError`."""
 
+BeginTrace = Callable[[str, str], Traced | None]
+"""Makes a span of what a client says in traceparent and tracestate; None if the request is not sampled."""
+
+
+def never_traced(_traceparent: str, _tracestate: str) -> None:
+    return None
+
+
 ONE_ANSWER = Choices()
 MAX_TEMPLATE_WAIT_S = 10.0  # for others' templates; each of them takes a second of computing at most
 VALUE_CHARS = 12  # rendering a value of JSON takes about as long as tokenizing this many characters
@@ -72,12 +81,15 @@ class Preparation:
         max_answer_tokens: int | None = None,
         max_retain_s: float = math.inf,
         generic_tools: bool = True,
+        begin_trace: BeginTrace | None = None,
     ) -> None:
         """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: see
         `AnswerBudget`. `max_retain_s`: for so long a request may have its prompt's KV retained.
         `generic_tools`: whether tools are told in words to models that have no form for them.
         `make_template`: of templates that come with requests, which wait for each other in `template_threads`; if None,
-        no request may bring one."""
+        no request may bring one. `begin_trace` decides
+        whether a body's requests are traced."""
+        self._begin_trace = begin_trace or never_traced
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
         self._max_retain_s = max_retain_s
@@ -275,7 +287,8 @@ class Preparation:
         if choices.use_beam_search:
             sampling = beam_sampling(sampling, name)
         params, wire = _checked(model, sampling, name), SamplingMessages()
-        made = []
+        traced = self._begin_trace(hints.traceparent, hints.tracestate) if hints is not None else None
+        made: list[GenerationRequest] = []
         for prompt in prompts:
             own = self._fitted(
                 params,
@@ -312,6 +325,7 @@ class Preparation:
                 sampling_field=name,
                 beams=beams,
                 charge=Charge(len(prompt.token_ids)),
+                traced=traced if traced is None or not made else traced.sibling(),
             )
             made.append(request)
         return made

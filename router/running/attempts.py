@@ -15,6 +15,7 @@ from contextlib import aclosing
 from common import metrics
 from common.errors import DeadlineError
 from common.retry_budget import RetryBudget
+from common.tracing import TraceContext
 from protos.baton.v1 import decode_pb2, types_pb2
 from protos.convert import finish_reason_of
 from protos.messages import message_of
@@ -87,7 +88,8 @@ class Attempts:
             raise DeadlineError("the request's deadline has passed")
         decode, earlier = decision.decode, progress.report
         events = DecodeEvents(request, len(sent), progress.num_prompt_logprobs)
-        call = self._open(request, decision, sent, timeout_s)
+        context = progress.attempts[-1].context if progress.attempts else None
+        call = self._open(request, decision, sent, timeout_s, context)
         pace, blame = _Pace(), PrefillBlame(decision.prefill)
         track, helpers = self._registry.track, () if decision.in_place else decision.prefill[:1]
         with (
@@ -153,7 +155,12 @@ class Attempts:
         raise WorkerLostError("UNAVAILABLE", "the stream ended without a finish reason", gone=True)
 
     def _open(
-        self, request: GenerationRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
+        self,
+        request: GenerationRequest,
+        decision: RoutingDecision,
+        sent: list[int],
+        timeout_s: float,
+        context: TraceContext | None,
     ) -> DecodeCall | SingleCall:
         address = decision.decode.address
         try:
@@ -182,6 +189,8 @@ class Attempts:
                 output_token_ids=sent,
                 min_remote_tokens=decision.min_remote_tokens,
                 hedge_after_s=hedge_after_s,
+                traceparent="" if context is None else context.traceparent,
+                tracestate="" if context is None else context.state,
             ),
             timeout_s,
         )

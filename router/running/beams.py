@@ -107,6 +107,7 @@ def _ask(request: GenerationRequest, beam: Beam, number: str, num_next: int) -> 
         sampling_messages=SamplingMessages(),
         is_follow_up=bool(beam.token_ids),
         retain=None if beam.token_ids else request.retain,
+        traced=None if beam.token_ids else request.traced,
     )
 
 

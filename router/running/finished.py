@@ -68,7 +68,7 @@ class Finished:
         self._kept.append(
             _Kept(
                 request_id=request.request_id,
-                trace_id="",
+                trace_id="" if request.traced is None else request.traced.own.trace_id,
                 tenant=request.client.tenant,
                 client=request.client.name,
                 model=request.model.limits.model,

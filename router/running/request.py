@@ -11,6 +11,7 @@ from common.beam_search import BeamSearchParams
 from common.cache_hints import Retain
 from common.guided import Guided
 from common.sampling import FieldName, SamplingParams
+from common.tracing import TraceContext, Traced
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from protos.messages import message_of
@@ -93,6 +94,7 @@ class GenerationRequest:
     siblings: Siblings = field(default_factory=Siblings)
     charge: Charge = field(default_factory=Charge)
     beams: BeamSearchParams | None = None  # the answers to the prompt are those of a beam search
+    traced: Traced | None = None  # None: it is not sampled
     is_follow_up: bool = False  # a further step of a request whose way was told of
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
 
@@ -122,6 +124,7 @@ class GenerationRequest:
                 prompt_logprobs=params.prompt_logprobs if is_first else None,
             ),
             charge=Charge(self.charge.num_tokens),
+            traced=None if self.traced is None else self.traced.sibling(),
         )
 
 
@@ -178,6 +181,7 @@ class Attempt:
     ended_at: float | None = None  # None for the last one, which ends with the request
     failure: str = ""  # why another one followed
     prefill_worker: str = ""  # that was to compute the prompt; empty: the decode worker itself
+    context: TraceContext | None = None  # of its span
 
 
 @dataclass(slots=True)
@@ -194,6 +198,7 @@ class Progress:
     last_token_at: float | None = None
     attempts: list[Attempt] = field(default_factory=list)
     has_ended: bool = False
+    texts: list[str] | None = None  # of the answer, if its span holds them
     num_output_tokens: int = 0
     num_prompt_logprobs: int = 0  # that the caller has
 

@@ -106,7 +106,8 @@ class Routes:
         request.siblings.decode = request.siblings.decode or decision.decode.incarnation
         now, index = self._clock(), self._registry.blocks.index
         helper = "" if decision.in_place or not decision.prefill else decision.prefill[0].address
-        progress.attempts.append(Attempt(cause, decision.decode.address, now, prefill_worker=helper))
+        context = None if request.traced is None else request.traced.own.child()
+        progress.attempts.append(Attempt(cause, decision.decode.address, now, prefill_worker=helper, context=context))
         for address in load_of(decision):
             index.expect(address, route.block_names, now)
         if log.isEnabledFor(logging.DEBUG):

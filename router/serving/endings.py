@@ -9,10 +9,12 @@ import time
 from common import metrics
 from common.errors import BatonError
 from common.grpc.options import DEADLINE_SLACK_S
+from common.tracing import SpanSink
 from common.types import FinishReason
 from router.running.finished import Ending, Finished, in_words, stages
 from router.running.in_flight import InFlight
 from router.running.request import GenerationRequest, Progress
+from router.serving.request_spans import request_spans
 
 log = logging.getLogger(__name__)
 
@@ -26,33 +28,27 @@ class Endings:
         in_flight: InFlight | None = None,
         *,
         slow_s: float | None = None,
+        spans: SpanSink | None = None,
+        with_content: bool = False,
     ) -> None:
-        """`slow_s`: a request that takes longer has its timeline in the log; None: none has."""
+        """`slow_s`: a request that takes longer has its timeline in the log; None: none has. `spans` takes those of
+        requests that are traced, `with_content` with prompts and answers."""
         self._finished = finished or Finished()
         self.in_flight = in_flight or InFlight()
         self._slow_s = slow_s
+        self._spans = spans
+        self._with_content = with_content
 
     def watching(self, request: GenerationRequest, progress: Progress) -> _Watching:
         """Use it around all work for one answer: tells how the request ended if it did not end well."""
+        if self._with_content and request.traced is not None:
+            progress.texts = []
         return _Watching(self, request, progress)
 
-    def answered(
-        self,
-        request: GenerationRequest,
-        progress: Progress,
-        finish_reason: FinishReason | None,
-        num_tokens: int,
-        num_reasoning_tokens: int,
-    ) -> None:
-        """The answer is complete. Adds to its report what only the router knows."""
-        _complete(request, progress, num_tokens, num_reasoning_tokens)
+    def answered(self, request: GenerationRequest, progress: Progress, finish_reason: FinishReason) -> None:
+        """The answer is complete, and so is its report (`complete`)."""
         _observe(progress)
-        self._told(
-            "answered",
-            request,
-            progress,
-            Ending("ok", finish_reason="" if finish_reason is None else finish_reason.value),
-        )
+        self._told("answered", request, progress, Ending("ok", finish_reason=finish_reason.value))
 
     def unfinished(self, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
         how = "cancelled" if ending.status in ("cancelled", "deadline_exceeded") else "failed"
@@ -63,6 +59,8 @@ class Endings:
         self.in_flight.ended(progress)
         self._finished.add(request, progress, ending)
         now = time.monotonic()
+        if request.traced is not None and self._spans is not None:
+            self._spans.export(request_spans(request.traced, request, progress, ending, now))
         if self._slow_s is not None and now - request.arrived_at > self._slow_s:
             timeline = in_words(stages(progress, request.arrived_at, now))
             log.warning("slow request", extra={**_facts(request, progress, ending, now), "timeline": timeline})
@@ -101,7 +99,8 @@ class _Watching:
         self._endings.unfinished(self._request, self._progress, ending)
 
 
-def _complete(request: GenerationRequest, progress: Progress, num_tokens: int, num_reasoning_tokens: int) -> None:
+def complete(request: GenerationRequest, progress: Progress, num_tokens: int, num_reasoning_tokens: int) -> None:
+    """Adds to the report what only the router knows."""
     now = time.monotonic()
     first = now if progress.first_token_at is None else progress.first_token_at
     last = now if progress.last_token_at is None else progress.last_token_at
@@ -153,6 +152,8 @@ def _facts(request: GenerationRequest, progress: Progress, ending: Ending, now: 
     }
     if first is not None:
         facts["ttft_ms"] = round(1000 * (first - request.arrived_at), 1)
+    if request.traced is not None:
+        facts["trace_id"] = request.traced.own.trace_id
     if request.client.name:
         facts["client"] = request.client.name
     if report.fallback_reason:

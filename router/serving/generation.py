@@ -15,7 +15,7 @@ from router.limits.admission import Admission
 from router.running.beams import search
 from router.running.dispatch import Dispatcher
 from router.running.request import GenerationRequest, NewTokens, Output, Progress
-from router.serving.endings import Endings
+from router.serving.endings import Endings, complete
 from text.answer_reader import AnswerReader
 from text.answer_text import NewText
 
@@ -35,11 +35,15 @@ class Generation:
         with self._endings.watching(request, progress):
             async with self._turn(request):
                 progress.turn_at = time.monotonic()
-                answer = _OutputMaker(request, progress, self._endings)
+                answer, texts = _OutputMaker(request, progress), progress.texts
                 async with aclosing(self._dispatcher.run(request, progress)) as run:
                     async for new in run:
                         for output in answer.outputs(new):
                             self._admission.answered(request.client, len(output.tokens))
+                            if texts is not None:
+                                texts.append(output.text)
+                            if output.finish_reason is not None:
+                                self._endings.answered(request, progress, output.finish_reason)
                             yield index, output
                             if output.finish_reason is not None:
                                 return
@@ -62,8 +66,11 @@ class Generation:
         own.usage.CopyFrom(progress.usage)
         tokens = [SampledToken(token_id) for token_id in beam.token_ids]
         stop_token_id = beam.token_ids[-1] if beam.finish_reason is FinishReason.STOP else None
-        maker = _OutputMaker(request, own, self._endings)
-        return replace(maker.output(NewTokens(tokens, beam.finish_reason, stop_token_id)), logprob=beam.logprob)
+        output = _OutputMaker(request, own).output(NewTokens(tokens, beam.finish_reason, stop_token_id))
+        if own.texts is not None:
+            own.texts = [output.text]
+        self._endings.answered(request, own, beam.finish_reason or FinishReason.LENGTH)
+        return replace(output, logprob=beam.logprob)
 
     def charged(self, requests: Sequence[GenerationRequest], field: str = "") -> AbstractContextManager[None]:
         """Use it around `generate` of each answer that one body asks for. `field` says how many there are. See
@@ -83,11 +90,10 @@ class Generation:
 class _OutputMaker:
     """Makes pieces of one answer of what comes from the fleet, until one has a `finish_reason`."""
 
-    def __init__(self, request: GenerationRequest, progress: Progress, endings: Endings) -> None:
+    def __init__(self, request: GenerationRequest, progress: Progress) -> None:
         params, reading = request.sampling_params, request.reading
         self._request = request
         self._progress = progress
-        self._endings = endings
         self._reader = AnswerReader(request.model.tokenizer, request.prompt_token_ids, params, reading)
         self._text = self._reader.text
         self._num_reasoning_tokens = 0
@@ -134,9 +140,7 @@ class _OutputMaker:
         return output
 
     def _last(self, new: NewTokens, end: NewText) -> Output:
-        self._endings.answered(
-            self._request, self._progress, end.finish_reason, self._text.num_tokens, self._num_reasoning_tokens
-        )
+        complete(self._request, self._progress, self._text.num_tokens, self._num_reasoning_tokens)
         return Output(
             text=end.text,
             tokens=new.tokens,

@@ -184,6 +184,15 @@ def test_routers_wait_for_workers_if_there_may_be_none(values: dict[str, object]
     assert settings_of(objects, "demo-baton-router").get("worker_wait") == wait
 
 
+def test_traces_go_to_one_collector_from_all() -> None:
+    objects = render({"tracing.endpoint": "http://collector:4318", "tracing.protocol": "http/protobuf"})
+    where = {"trace_endpoint": "http://collector:4318", "trace_protocol": "http/protobuf"}
+    found = [settings_of(objects, f"demo-baton-{component}") for component in ("router", "prefill", "decode")]
+    assert all(where.items() <= settings.items() for settings in found)
+    assert [settings.get("trace_sample") for settings in found] == [0.01, None, None]
+    assert not [name for name in settings_of(render(), "demo-baton-router") if name.startswith("trace_")]
+
+
 def test_routers_have_as_many_processes_as_asked_for() -> None:
     assert settings_of(render({"router.processes": 3}), "demo-baton-router")["processes"] == 3
     assert helm("template", "demo", str(CHART), *arguments({"router.processes": 0})).returncode != 0

@@ -74,6 +74,13 @@ log_level: {{ .Values.logging.level }}
 log_format: {{ .Values.logging.format }}
 {{- end -}}
 
+{{- define "baton.traceSettings" -}}
+{{- with .Values.tracing.endpoint -}}
+trace_endpoint: {{ . | quote }}
+trace_protocol: {{ $.Values.tracing.protocol }}
+{{- end -}}
+{{- end -}}
+
 {{- define "baton.serviceAccount" -}}
 apiVersion: v1
 kind: ServiceAccount

@@ -15,7 +15,7 @@
 {{- define "baton.workerSettings" -}}
 {{- $root := .root -}}
 {{- $model := $root.Values.model -}}
-{{- $settings := mergeOverwrite (deepCopy .values.settings) (deepCopy $root.Values.kv.settings) (include "baton.logSettings" $root | fromYaml) (include "baton.tlsSettings" $root | fromYaml) (include "baton.healthSettings" $root | fromYaml) -}}
+{{- $settings := mergeOverwrite (deepCopy .values.settings) (deepCopy $root.Values.kv.settings) (include "baton.logSettings" $root | fromYaml) (include "baton.tlsSettings" $root | fromYaml) (include "baton.healthSettings" $root | fromYaml) (include "baton.traceSettings" $root | fromYaml) -}}
 {{- $_ := set $settings "listen" "0.0.0.0:50061" -}}
 {{- $_ := set $settings "drain_timeout" .values.drainTimeoutSeconds -}}
 {{- $_ := set $settings "metrics_port" $root.Values.metrics.workerPort -}}

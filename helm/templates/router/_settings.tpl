@@ -1,5 +1,9 @@
 {{- define "baton.routerSettings" -}}
-{{- $settings := mergeOverwrite (deepCopy .Values.router.settings) (include "baton.logSettings" . | fromYaml) (include "baton.tlsSettings" . | fromYaml) (include "baton.healthSettings" . | fromYaml) -}}
+{{- $settings := mergeOverwrite (deepCopy .Values.router.settings) (include "baton.logSettings" . | fromYaml) (include "baton.tlsSettings" . | fromYaml) (include "baton.healthSettings" . | fromYaml) (include "baton.traceSettings" . | fromYaml) -}}
+{{- if .Values.tracing.endpoint -}}
+{{- $_ := set $settings "trace_sample" .Values.tracing.sample -}}
+{{- $_ := set $settings "trace_content" .Values.tracing.content -}}
+{{- end -}}
 {{- if include "baton.asksClients" . }}{{- $_ := set $settings "tls_client_ca" "/etc/baton-client-ca/ca.crt" }}{{ end -}}
 {{- if include "baton.apiKeysSecret" . }}{{- $_ := set $settings "api_keys_file" "/etc/baton-keys/keys" }}{{ end -}}
 {{- if .Values.limits }}{{- $_ := set $settings "limits_file" "/etc/baton-limits/limits.yaml" }}{{ end -}}

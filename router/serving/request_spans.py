@@ -1,0 +1,133 @@
+"""The router's spans of one request, from the times that were noted while it ran. Names and attributes are those of
+OpenTelemetry's conventions for generative AI, and `gen_ai.latency.*` as vLLM's spans have them.
+
+    chat smollm2-135m-instruct                   the whole request, a child of the client's span
+    ├── prepare, queue                           before workers may have it
+    ├── decode, decode (retry), ...              each call of a decode worker; the worker's spans are its children
+    └── stream                                   first to last token
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from common.tracing import RequestSpans, Span, SpanKind, Traced, Value
+from router.running.finished import Ending
+from router.running.request import GenerationRequest, Progress
+
+PROVIDER = "baton"
+
+
+def request_spans(
+    traced: Traced, request: GenerationRequest, progress: Progress, ending: Ending, ended_at: float
+) -> Sequence[Span]:
+    """`ended_at`: seconds of the monotonic clock."""
+    spans = RequestSpans(traced)
+    queued_at = ended_at if progress.queued_at is None else progress.queued_at
+    spans.add("prepare", request.arrived_at, queued_at)
+    if progress.queued_at is not None:
+        spans.add("queue", queued_at, ended_at if progress.turn_at is None else progress.turn_at)
+    _add_attempts(spans, progress, ended_at)
+    events = []
+    if progress.first_token_at is not None:
+        events.append(("first token", progress.first_token_at))
+        last = progress.first_token_at if progress.last_token_at is None else progress.last_token_at
+        spans.add("stream", progress.first_token_at, last, {"baton.output_tokens": progress.num_output_tokens})
+    attributes = _attributes(request, progress, ending, ended_at)
+    error = "" if ending.status == "ok" else ending.reason or ending.status
+    return spans.whole(
+        f"{request.operation} {request.model.limits.model}", request.arrived_at, ended_at, attributes, events, error
+    )
+
+
+def _add_attempts(spans: RequestSpans, progress: Progress, ended_at: float) -> None:
+    earlier = None
+    for attempt in progress.attempts:
+        attributes: dict[str, Value] = {
+            "rpc.system": "grpc",
+            "rpc.service": "baton.v1.DecodeService",
+            "server.address": attempt.decode_worker.rpartition(":")[0],
+            "baton.decode_worker": attempt.decode_worker,
+            "baton.cause": attempt.cause,
+        }
+        if (port := attempt.decode_worker.rpartition(":")[2]).isdecimal():
+            attributes["server.port"] = int(port)
+        spans.add(
+            "decode" if attempt.cause == "new" else f"decode ({attempt.cause})",
+            attempt.started_at,
+            ended_at if attempt.ended_at is None else attempt.ended_at,
+            attributes,
+            context=attempt.context,
+            kind=SpanKind.CLIENT,
+            links=() if earlier is None else (earlier,),
+            error=attempt.failure,
+        )
+        earlier = attempt.context
+
+
+def _attributes(request: GenerationRequest, progress: Progress, ending: Ending, ended_at: float) -> dict[str, Value]:
+    params, report, timings, usage = request.sampling_params, progress.report, progress.report.timings, progress.usage
+    model = request.model.limits.model
+    given: dict[str, Value | None] = {
+        "gen_ai.operation.name": request.operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k or None,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.request.stop_sequences": list(params.stop) or None,
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": [ending.finish_reason] if ending.finish_reason else None,
+        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+        "gen_ai.usage.output_tokens": usage.completion_tokens or progress.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.usage.reasoning.output_tokens": usage.reasoning_tokens or None,
+        "error.type": None if ending.status == "ok" else ending.status,
+        "baton.client": request.client.name or None,
+        "baton.decode_worker": report.decode_worker or None,
+        "baton.prefill_worker": report.prefill_worker or None,
+        "baton.fallback_reason": report.fallback_reason or None,
+        "baton.num_retries": report.num_retries or None,
+        "baton.num_migrations": report.num_migrations or None,
+        "baton.num_hedges": report.num_hedges or None,
+        "baton.num_preemptions": report.num_preemptions or None,
+        "baton.num_blocks_moved": report.num_blocks_moved or None,
+        "baton.num_bytes_moved": report.num_bytes_moved or None,
+        "baton.num_drafted_tokens": report.num_drafted_tokens or None,
+        "baton.num_accepted_tokens": report.num_accepted_tokens or None,
+    }
+    given["gen_ai.latency.e2e"] = ended_at - request.arrived_at
+    given["gen_ai.latency.time_in_queue"] = progress.queue_s + timings.queue_ms / 1000
+    if progress.first_token_at is not None:
+        first_s = progress.first_token_at - request.arrived_at
+        decode_s = (progress.last_token_at or progress.first_token_at) - progress.first_token_at
+        prefill_s = timings.prefill_ms / 1000
+        given["gen_ai.response.time_to_first_chunk"] = first_s
+        given["gen_ai.latency.time_to_first_token"] = first_s
+        given["gen_ai.latency.time_in_model_prefill"] = prefill_s
+        given["gen_ai.latency.time_in_model_decode"] = decode_s
+        given["gen_ai.latency.time_in_model_inference"] = prefill_s + decode_s
+    if progress.texts is not None:
+        given |= _content(request, progress.texts, ending)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _content(request: GenerationRequest, texts: Sequence[str], ending: Ending) -> dict[str, Value | None]:
+    """What was said, which operators have to ask for. The prompt is told as the model read it."""
+    prompt = request.model.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    message = {
+        "role": "assistant",
+        "parts": [{"type": "text", "content": "".join(texts)}],
+        "finish_reason": ending.finish_reason or "error",
+    }
+    return {
+        "baton.prompt": prompt,
+        "gen_ai.output.messages": json.dumps([message], ensure_ascii=False),
+    }
