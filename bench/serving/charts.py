@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 420, 260
+WIDTH, HEIGHT = 380, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 8, 40
 COLOURS = ("#2268c4", "#d1690e", "#2c8a4b", "#a03a9a", "#b0272b", "#6b7280", "#0e7c86", "#8a6d00")
 STYLE = """
@@ -17,7 +17,7 @@ table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .2rem .8r
 th:first-child, td:first-child { text-align: left; } tr { border-bottom: 1px solid var(--line); }
 figure { display: inline-block; vertical-align: top; margin: 0 1rem 1.2rem 0; }
 figcaption { font-weight: 600; } text { fill: currentColor; font-size: 11px; }
-svg { max-width: 100%; height: auto; } .key { font-size: 12px; max-width: 420px; }
+svg { max-width: 100%; height: auto; } .key { font-size: 12px; max-width: 380px; }
 .key span { margin-right: 1rem; white-space: nowrap; }
 .bad, .good { border-left: 4px solid #b0272b; padding: .2rem .8rem; } .good { border-color: #2c8a4b; }
 .wide { overflow-x: auto; } .beside { display: flex; flex-wrap: wrap; gap: 3rem; align-items: start; }
@@ -149,11 +149,12 @@ def _drawn(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator[
             path += f"H{x:.1f}V{y:.1f}" if series.kind == "steps" else f"L{x:.1f} {y:.1f}"
         yield f"<path d='{path}' fill='none' stroke='{colour}' stroke-width='1.6'/>"
     if series.kind in ("dots", "marks"):
-        radius, opacity = (2.0, 0.6) if series.kind == "dots" else (3.5, 1.0)
+        radius, opacity = (2.5, 0.6) if series.kind == "dots" else (3.5, 1.0)
         for x, y in places:
             yield f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius}' fill='{colour}' fill-opacity='{opacity}'/>"
     for (x, y), label in zip(places, series.labels, strict=False):
-        yield f"<text x='{x + 6:.1f}' y='{y - 6:.1f}'>{html.escape(label)}</text>"
+        side, anchor = (-6, "end") if x > WIDTH * 0.6 else (6, "start")
+        yield f"<text x='{x + side:.1f}' y='{y - 6:.1f}' text-anchor='{anchor}'>{html.escape(label)}</text>"
 
 
 def _short(value: float) -> str:

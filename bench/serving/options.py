@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -205,8 +206,12 @@ _MEASURE = [
         type=ABOVE_0,
         help="a run is invalid if the client was later in the 99th percentile  [10, or a tenth of the median TTFT]",
     ),
+    click.option("--seed", metavar="INT", type=int, default=0, show_default=True, help="of lengths and arrivals"),
     click.option(
-        "--seed", metavar="INT", type=int, default=0, show_default=True, help="of prompts, lengths and arrivals"
+        "--same-prompts",
+        is_flag=True,
+        help="words of prompts are those of the seed, too; without, they are new in each run, so that no prefix cache "
+        "has them from the last one",
     ),
 ]
 OUTPUT = click.option(
@@ -270,7 +275,10 @@ def read_options(given: dict[str, Any]) -> Options:
         tls_ca=given["tls_ca"],
         options=options,
     )
-    return Options(settings=settings, texts=texts(given["tokenizer"]), tokenizer=given["tokenizer"], target=target)
+    words = texts(given["tokenizer"])
+    if not given["same_prompts"]:
+        words = words.salted(secrets.token_hex(8))
+    return Options(settings=settings, texts=words, tokenizer=given["tokenizer"], target=target)
 
 
 def url_of(given: str | None, backend: str) -> str:

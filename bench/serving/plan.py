@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from common.errors import ConfigError
 from common.traffic import arrivals
 
 DEFAULT_NUM_PROMPTS = 100
+MOST_OF_A_TRACE = 10**9
 MOST_FOR_DURATION = 1000  # requests of a closed loop that a time ends, if --num-prompts does not say
 
 
@@ -23,6 +23,9 @@ def make_load(settings: LoadSettings, texts: Texts, seed: str) -> Load:
     """Raises `ConfigError`."""
     users = make_users(settings, texts, seed)
     num = _num_conversations(settings)
+    end_s = math.inf if settings.duration is None else settings.duration
+    if settings.has_own_times:  # texts of what comes later are not made
+        users = itertools.takewhile(lambda user: user.at < end_s, users)
     found = list(itertools.islice(users, num))
     if settings.has_own_times:
         starts = [user.at for user in found]
@@ -35,7 +38,7 @@ def make_load(settings: LoadSettings, texts: Texts, seed: str) -> Load:
     conversations = [
         Conversation(start_s=start_s, turns=_with_cancels(settings, user.turns, draw))
         for start_s, user in zip(starts, found, strict=True)
-        if settings.duration is None or start_s < settings.duration
+        if start_s < end_s
     ]
     if not conversations:
         raise ConfigError("--duration", f"no request is due in {settings.duration:g} seconds")
@@ -53,7 +56,7 @@ def _num_conversations(settings: LoadSettings) -> int:
     if num is None:
         num = DEFAULT_NUM_PROMPTS
         if settings.duration is not None:
-            num = sys.maxsize if settings.has_own_times else MOST_FOR_DURATION
+            num = MOST_OF_A_TRACE if settings.has_own_times else MOST_FOR_DURATION
             if settings.request_rate != math.inf:  # twice as many as will be due; the others are dropped
                 num = math.ceil(2 * settings.request_rate * settings.duration) + 100
     return math.ceil(num / settings.turns)

@@ -51,7 +51,8 @@ async def _run_search(asked: Serve) -> int:
     measured: dict[float, Measured] = {}
 
     async def at(rate: float) -> Figures:
-        measured[rate] = await measure(options.target, settings.at_rate(rate), options.texts, progress_bar)
+        words = options.texts.salted(f"{rate:g}/s")
+        measured[rate] = await measure(options.target, settings.at_rate(rate), words, progress_bar)
         made = measured[rate].figures
         console.print(
             f"{rate:.4g} requests/s: {number(made, 'good_request_fraction'):.1%} good, "

@@ -51,7 +51,9 @@ class Point:
 
     @property
     def load(self) -> str:
-        users = "" if self.max_concurrency is None else f"{self.max_concurrency} at a time"
+        users = "" if self.max_concurrency is None else f"{self.max_concurrency} users"
+        if not math.isinf(self.request_rate) and self.max_concurrency is not None:
+            users = f"{self.max_concurrency} at most"
         rate = "" if math.isinf(self.request_rate) else f"{self.request_rate:g}/s"
         return ", ".join(part for part in (rate, users) if part)
 
@@ -198,9 +200,10 @@ def _served(system: System, up_flags: Sequence[str], backend: str) -> Iterator[s
 
 
 def _measure(options: Options, system: System, target: Target, settings: MeasureSettings) -> Point:
-    measured = uvloop.run(measure(target, settings, options.texts, progress_bar))
-    shown = settings_json(target, settings, measured, options.tokenizer)
     load = settings.load
+    words = options.texts.salted(f"{load.request_rate:g}/s, {load.max_concurrency}")
+    measured = uvloop.run(measure(target, settings, words, progress_bar))
+    shown = settings_json(target, settings, measured, options.tokenizer)
     point = Point(system, load.request_rate, load.max_concurrency, measured.figures, shown)
     Console(stderr=True).print(
         f"{system.name}, {point.load}: {number(point.figures, 'output_throughput'):.4g} tokens/s, "
@@ -233,7 +236,8 @@ def _report(points: Sequence[Point], options: Options, output: Sequence[str], *,
         table.add_column(column, justify="left" if index < 2 else "right")
     for point in points:
         table.add_row(*_cells(point, is_best=point in front))
-    Console().print(table)
+    # Where nobody says how wide it may be, it is not folded.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 _COLUMNS = (

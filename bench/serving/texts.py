@@ -6,9 +6,9 @@ space before them. How many tokens they were in fact is what the endpoint says (
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,7 @@ when where which while white who whole why wide will wind with wood word work wo
 young your
 """
 WORDS = tuple(_TEXT.split())
+MIN_WORDS = 50
 
 
 class Texts(Protocol):
@@ -45,12 +46,21 @@ class Texts(Protocol):
     def count(self, text: str) -> int:
         """Tokens of any text."""
 
+    def salted(self, salt: str) -> Texts:
+        """Other texts, of the same lengths: no prefix cache has them from an earlier run."""
+
 
 class PlainWords:
     """Without a tokenizer."""
 
+    def __init__(self, salt: str = "") -> None:
+        self._salt = salt
+
     def text(self, num_tokens: int, seed: str) -> str:
-        return _joined(random.Random(seed).choices(WORDS, k=num_tokens))
+        return _joined(random.Random(f"{self._salt}/{seed}").choices(WORDS, k=num_tokens))
+
+    def salted(self, salt: str) -> Texts:
+        return PlainWords(f"{self._salt}/{salt}")
 
     def count(self, text: str) -> int:
         """A guess: four characters a token, which is about right for English."""
@@ -69,22 +79,22 @@ class TokenizedWords:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more exact
             raise ConfigError("--tokenizer", f"{file} cannot be read: {error}") from error
+        # One token with the space before them.
+        self._words = tuple(word for word in WORDS if self.count(f" {word}") == 1)
+        self._salt = ""
+        if len(self._words) < MIN_WORDS:
+            raise ConfigError("--tokenizer", f"{len(self._words)} common words are one token each, too few for prompts")
 
     def text(self, num_tokens: int, seed: str) -> str:
-        return _joined(random.Random(seed).choices(self._single(), k=num_tokens))
+        return _joined(random.Random(f"{self._salt}/{seed}").choices(self._words, k=num_tokens))
 
     def count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    @cache  # noqa: B019 - one object in a process
-    def _single(self) -> tuple[str, ...]:
-        """Words that are one token with the space before them."""
-        single = tuple(word for word in WORDS if self.count(f" {word}") == 1)
-        if len(single) < 50:
-            raise ConfigError(
-                "--tokenizer", f"{len(single)} common words are one token each, too few to make prompts of"
-            )
-        return single
+    def salted(self, salt: str) -> Texts:
+        other = copy.copy(self)
+        other._salt = f"{self._salt}/{salt}"
+        return other
 
 
 def texts(tokenizer: str | None) -> Texts:

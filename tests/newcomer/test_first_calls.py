@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from baton.client.sync_client import Client
+from bench.command import BENCH
 from common.config import DEFAULT_MODEL
 from common.errors import InvalidArgumentError
 from engine.loading.embedded_model import package_is_installed
@@ -88,3 +89,28 @@ def test_what_was_computed_outlives_its_request(stack: Stack) -> None:
     assert (first.usage.cached_tokens, again.usage.cached_tokens > 0) == (0, True)
     stack.settle()
     assert any(Path(stack.kv_dir).rglob("*.run"))
+
+
+@pytest.mark.parametrize("backend", ["openai", "baton-chat"])
+def test_bench_serve_counts_what_it_asked_for(
+    stack: Stack, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of common words are as long as they should be, answers too, and every request is counted."""
+    url = stack.http if backend.startswith("openai") else stack.grpc
+    arguments = ["--backend", backend, "--base-url", url, "--request-rate=50", "--num-prompts=4", "--num-warmups=1"]
+    arguments += ["--random-input-len=20", "--random-output-len=3", "--goodput", "ttft:1e9", "--max-send-lag=1e9"]
+    page = tmp_path / "run.html"
+    # On a busy machine the client may be late; that is no matter here.
+    assert BENCH.main(["serve", *arguments, "--json", "-o", str(page)], standalone_mode=False) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["completed"], found["model_id"], found["request_goodput"]) == (
+        4,
+        DEFAULT_MODEL,
+        found["request_throughput"],
+    )
+    assert found["total_output_tokens"] == 12
+    prompt_tokens = found["total_input_tokens"] / 4
+    assert prompt_tokens == 20 if backend in ("openai", "baton") else prompt_tokens > 20  # the template's own
+    assert 0 < found["mean_ttft_ms"] <= found["mean_e2el_ms"]
+    assert DEFAULT_MODEL in page.read_text()
+    stack.settle()
