@@ -71,6 +71,7 @@ def make_gateway(
         PrefixHints(registry, routes, admission, threads),
         process,
         also_reasoning=settings.also_reasoning,
+        per_request_metrics=settings.per_request_metrics,
     )
 
 

@@ -106,6 +106,9 @@ class ObserveSettings(TraceSettings):
         "are; as OTEL_TRACES_SAMPLER says if unset, or else all",
     )
     trace_content: bool = Field(False, description="spans hold prompts and answers")
+    per_request_metrics: bool = Field(
+        False, description="REST answers have metrics, of their own times, unless a request says include_metrics: false"
+    )
     slow_request_ms: float | None = Field(
         None, gt=0, description="a request that takes longer has its timeline in the log, as a warning; none if unset"
     )

@@ -30,6 +30,7 @@ class Gateway:
     prefix_hints: PrefixHints
     process: RouterProcess
     also_reasoning: bool = False  # see `RouterSettings`
+    per_request_metrics: bool = False  # likewise
 
     def not_ready(self) -> str:
         """Why the router takes no request now; empty if it does."""

@@ -225,3 +225,49 @@ async def test_ids_that_pad_the_vocabulary_are_named(start_worker: StartWorker, 
     with pytest.raises(grpc.aio.AioRpcError, match=rf"sampling_params\.logit_bias\.{padding}"):
         await generate(router, "x", logit_bias={padding: 1.0})
     assert len(worker.requests) == 2
+
+
+# ------------------------------------------------------------------------------------------- metrics of one request
+
+OF_VLLM = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
+REPORT = types_pb2.RequestReport(
+    timings=types_pb2.Timings(queue_ms=0.01, prefill_ms=3.0), num_drafted_tokens=8, num_accepted_tokens=6
+)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_metrics_are_in_the_answer_if_asked_for(router: RunningRouter, worker: FakeWorker, path: str) -> None:
+    asked = {"chat/completions": CHAT, "completions": {"prompt": "x", "max_tokens": 50}, "responses": {"input": "x"}}[
+        path
+    ]
+    worker.first_report = REPORT
+    assert "metrics" not in await whole(router, path, **asked)
+    answer = await whole(router, path, **asked, include_metrics=True)
+    found, timings = answer["metrics"], answer["baton"]["timings"]
+    assert set(found) > OF_VLLM
+    assert (found["ttft_ms"], found["total_ms"]) == (timings["ttft_ms"], timings["total_ms"])
+    queue_ms = timings["router_queue_ms"] + timings["queue_ms"]
+    assert found["queue_time_ms"] == pytest.approx(queue_ms, abs=0.01)
+    assert found["time_to_first_token_ms"] == pytest.approx(max(found["ttft_ms"] - queue_ms, 0), abs=0.01)
+    assert found["generation_time_ms"] == pytest.approx(found["total_ms"] - found["ttft_ms"], abs=0.01)
+    num_tokens = len(worker.answer) + 1
+    assert found["mean_itl_ms"] == pytest.approx(found["generation_time_ms"] / (num_tokens - 1), abs=0.01)
+    assert found["tokens_per_second"] == pytest.approx(1000 * num_tokens / (found["total_ms"] - queue_ms), rel=0.02)
+    assert found["decode_worker"] == worker.address
+
+
+async def test_metrics_are_in_the_last_chunk(router: RunningRouter, worker: FakeWorker) -> None:
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        streamed = await chunks(router, "chat/completions", **CHAT, include_metrics=True, **options)
+        assert ["metrics" in chunk for chunk in streamed] == [*[False] * (len(streamed) - 1), True]
+        assert set(streamed[-1]["metrics"]) > OF_VLLM
+    several = await whole(router, "chat/completions", **CHAT, n=2, include_metrics=True)
+    assert several["metrics"] is None
+    one = await whole(router, "completions", prompt="x", max_tokens=1, include_metrics=True)
+    assert one["metrics"]["mean_itl_ms"] is None
+
+
+async def test_a_router_may_tell_metrics_in_every_answer(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker, per_request_metrics=True)
+    assert set((await whole(router, "chat/completions", **CHAT))["metrics"]) > OF_VLLM
+    assert "metrics" not in await whole(router, "chat/completions", **CHAT, include_metrics=False)

@@ -21,6 +21,12 @@ OPTIONAL_TEXT: Json = {"type": ["string", "null"]}
 OPTIONAL_OBJECT: Json = {"type": ["object", "null"]}
 
 
+METRICS: Json = {
+    **OPTIONAL_OBJECT,
+    "description": "if include_metrics asks for it: times and workers of the one answer (docs/tracing.md)",
+}
+
+
 def ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -40,7 +46,9 @@ def _list(items: Json) -> Json:
 
 def _generated(kind: str, choice: Json) -> Json:
     head = _object(id=STRING, object={"const": kind}, created=INTEGER, model=STRING, choices=_list(choice))
-    return _with_optional(head, usage={"anyOf": [ref("Usage"), {"type": "null"}]}, baton=ref("BatonReport"))
+    return _with_optional(
+        head, usage={"anyOf": [ref("Usage"), {"type": "null"}]}, metrics=METRICS, baton=ref("BatonReport")
+    )
 
 
 def _choice(**properties: Json) -> Json:
@@ -114,6 +122,7 @@ COMPONENTS: dict[str, Json] = {
                 incomplete_details=OPTIONAL_OBJECT,
                 usage={"anyOf": [ref("ResponseUsage"), {"type": "null"}]},
             ),
+            metrics=METRICS,
             baton=ref("BatonReport"),
         ),
         "description": "Further fields repeat what the request says.",

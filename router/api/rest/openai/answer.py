@@ -14,6 +14,7 @@ from common.choices import Choices
 from common.errors import BatonError
 from router.api.rest.http.error_body import error_body
 from router.api.rest.http.errors import as_baton
+from router.api.rest.openai.answer_metrics import answer_metrics
 from router.api.rest.openai.echo import Echo, EchoedPrompt
 from router.api.rest.openai.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, prompt_logprob, usage
 from router.api.rest.openai.large_json import JsonList
@@ -83,6 +84,7 @@ class CompletionAnswer:
         wants_logprobs: bool,
         wants_prompt_logprobs: bool = False,
         wants_token_ids: bool = False,
+        wants_metrics: bool = False,
         wants_usage_chunk: bool,
         wants_usage_so_far: bool = False,
         hold: Hold,
@@ -95,6 +97,7 @@ class CompletionAnswer:
         self._num_candidates = choices.num_candidates
         self._wants_prompt_logprobs = wants_prompt_logprobs
         self._wants_token_ids = wants_token_ids
+        self._wants_metrics = wants_metrics
         self._wants_logprobs = wants_logprobs
         self._wants_usage_chunk = wants_usage_chunk
         self._wants_usage_so_far = wants_usage_so_far
@@ -128,6 +131,7 @@ class CompletionAnswer:
             "choices": choices,
             "usage": self._usage(),
             **(self._of_prompt(self._choices[0]) if self._format.has_one_prompt else {}),
+            **self._metrics(),
             "baton": self._report(),
         }
 
@@ -200,6 +204,7 @@ class CompletionAnswer:
                         **self._head(self._format.chunk_object),
                         "choices": [],
                         "usage": self._usage(),
+                        **self._metrics(),
                         "baton": self._report(),
                     }
                 )
@@ -264,7 +269,7 @@ class CompletionAnswer:
         elif self._wants_usage_chunk:
             chunk["usage"] = None
         if not self._wants_usage_chunk and all(other.last is not None for other in self._choices):
-            chunk["baton"] = self._report()
+            chunk |= {**self._metrics(), "baton": self._report()}
         return _sse(chunk)
 
     def _head(self, object_name: str) -> JsonObject:
@@ -307,6 +312,9 @@ class CompletionAnswer:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
+
+    def _metrics(self) -> JsonObject:
+        return {"metrics": answer_metrics([choice.last for choice in self._choices])} if self._wants_metrics else {}
 
     def _report(self) -> JsonObject:
         reports = [choice.last.report for choice in self._choices if choice.last and choice.last.report]

@@ -75,6 +75,7 @@ class GenerationHandlers(Handlers):
                 body.echoed(),
                 wants_logprobs=body.wants_logprobs,
                 wants_kept_reasoning=body.wants_kept_reasoning,
+                wants_metrics=self._wants_metrics(body),
                 hold=hold,
             )
 
@@ -103,6 +104,9 @@ class GenerationHandlers(Handlers):
         """A prompt's text, with its control tokens."""
         return await self._gateway.preparation.detokenize(model, token_ids, "prompt", skip_special_tokens=False)
 
+    def _wants_metrics(self, body: TextBody) -> bool:
+        return self._gateway.per_request_metrics if body.include_metrics is None else body.include_metrics
+
     def _answer_maker(
         self, body: ChatBody | CompletionBody, answer_format: AnswerFormat, echo: Echo | None = None
     ) -> AnswerMaker:
@@ -116,6 +120,7 @@ class GenerationHandlers(Handlers):
             wants_logprobs=body.wants_logprobs,
             wants_prompt_logprobs=body.prompt_logprobs is not None,
             wants_token_ids=bool(body.return_token_ids),
+            wants_metrics=self._wants_metrics(body),
             wants_usage_chunk=body.wants_usage_chunk,
             wants_usage_so_far=body.wants_usage_so_far,
             hold=hold,

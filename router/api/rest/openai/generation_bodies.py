@@ -48,6 +48,7 @@ class GenerationBody(GuidedFields, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     prompt_logprobs: int | None = None  # as vLLM's clients ask for them
+    include_metrics: bool | None = None  # of the answer's times; as --per-request-metrics says if unset
     return_token_ids: bool | None = None  # of the prompt and of the answer, as vLLM's clients ask for them
     stream_options: StreamOptions | None = None
 

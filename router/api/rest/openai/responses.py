@@ -11,6 +11,7 @@ from common.errors import BatonError
 from common.types import FinishReason, SampledToken
 from router.api.rest.http.error_body import error_code
 from router.api.rest.http.errors import as_baton
+from router.api.rest.openai.answer_metrics import answer_metrics
 from router.api.rest.openai.formats import baton_report, chat_tokens
 from router.api.rest.openai.kept_reasoning import kept
 from router.api.rest.openai.large_json import JsonList, json_parts
@@ -68,10 +69,12 @@ class ResponseAnswer:
         *,
         wants_logprobs: bool = False,
         wants_kept_reasoning: bool = False,
+        wants_metrics: bool = False,
         hold: Hold,
     ) -> None:
         self._generation = generation
         self._request = request
+        self._wants_metrics = wants_metrics
         self._request_id = request_id
         self._echoed = echoed
         self._wants_logprobs = wants_logprobs
@@ -257,6 +260,8 @@ class ResponseAnswer:
                 "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             }
+            if self._wants_metrics:
+                response["metrics"] = answer_metrics([self._last])
             response["baton"] = baton_report(self._request_id, [self._last.report])
         return response
 

@@ -110,6 +110,7 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
     reasoning: Reasoning | None = None
     stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None
+    include_metrics: bool | None = None  # see `GenerationBody`
     top_logprobs: int | None = None
 
     # Not OpenAI's.
