@@ -23,7 +23,7 @@ from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
 from router.fleet.discovery.base import Discovery, Found
 from router.fleet.reports import reports, why_unread
-from router.fleet.worker_info import batch_time_of
+from router.fleet.worker_info import MODEL_S, batch_time_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,14 @@ class _FollowedWorker:
     reported_at: float | None = None
     prompt_rate: float | None = None  # tokens/s, as its model of time says
     model: tuple[str, int] | None = None  # epoch and version of that model
+    ask_again_at: float = 0.0  # for a newer one of the same process
+
+    def may_be_asked(self, load: worker_pb2.WorkerLoad) -> bool:
+        """Whether it has another model than the one that is known, and was not asked a moment ago."""
+        if self.model is None or self.model[0] != load.epoch:
+            return True
+        is_due = self.reported_at is not None and self.reported_at >= self.ask_again_at
+        return is_due and self.model[1] != load.batch_time_version
 
 
 @dataclass(slots=True)
@@ -158,7 +166,8 @@ class FleetLoad:
                 async for load in loads:
                     worker.load, worker.state = value_of(load, WorkerLoad), state_of(load.state)
                     worker.reported_at = self._clock()
-                    if load.batch_time_version and (load.epoch, load.batch_time_version) != worker.model:
+                    if load.batch_time_version and worker.may_be_asked(load):
+                        worker.ask_again_at = worker.reported_at + MODEL_S
                         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
                         time = batch_time_of(info)
                         worker.prompt_rate = None if time is None else prompt_rate(time)

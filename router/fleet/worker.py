@@ -33,6 +33,7 @@ class WorkerRecord:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     problem: str = ""
+    ask_again_at: float = -math.inf  # time.monotonic() from which on it may be asked for a newer model of time
     lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
     sent: dict[object, Sent] = field(default_factory=dict)  # running requests that no report counts
     num_sent_tokens: int = 0  # of their prompts, that the worker computes

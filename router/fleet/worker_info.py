@@ -4,6 +4,7 @@ over must not be able to lift these limits, or to keep the router from serving.
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from common.batch_time import BatchTime
@@ -17,6 +18,7 @@ MAX_BLOCK_SIZE = 2**16
 MAX_EOS_TOKENS = 1024
 MAX_NAME_CHARS = 1024
 MAX_MODEL_BYTES = 2**20  # of a model of time, which has some ten thousand
+MODEL_S = 5.0  # a worker that learns new times again and again is asked for them at most this often
 SURE_SOURCES = ("file", "learned")  # a model of some quick steps at start is too rough to compare workers by
 NAMES = (
     *("worker_id", "epoch", "model", "fingerprint", "fingerprint_but_dtype"),
@@ -32,11 +34,17 @@ def batch_time_of(info: worker_pb2.WorkerInfo) -> BatchTime | None:
     try:
         if len(said.model) > MAX_MODEL_BYTES:
             raise ValueError(f"it has {len(said.model)} bytes")
-        return decode(said.model)
+        return _decoded(said.model)
     except ValueError as error:
         extra = {"worker_id": info.worker_id[:MAX_NAME_CHARS], "reason": str(error)}
         log.warning("a worker's model of time is not used", extra=extra)
         return None
+
+
+@functools.lru_cache(maxsize=256)
+def _decoded(model: bytes) -> BatchTime:
+    """One object for equal models, so that workers which have it are alike to `router.fleet.fleet`."""
+    return decode(model)
 
 
 def false_info(info: worker_pb2.WorkerInfo) -> str:

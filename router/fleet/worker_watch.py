@@ -25,7 +25,7 @@ from router.fleet.block_watch import BlockWatch
 from router.fleet.reports import reports, why_unread
 from router.fleet.worker import WorkerRecord
 from router.fleet.worker_channels import WorkerChannels
-from router.fleet.worker_info import batch_time_of, false_info
+from router.fleet.worker_info import MODEL_S, batch_time_of, false_info
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class WorkerWatch:
             raise UnavailableError(false)
         worker.info, worker.parameters = info, sampling_parameters_of(info)
         worker.batch_time = batch_time_of(info)
+        worker.ask_again_at = time.monotonic() + MODEL_S
         worker.changed()
 
     @contextlib.asynccontextmanager
@@ -99,15 +100,15 @@ class WorkerWatch:
                 async for load in loads:
                     if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
                         return  # another process answers at this address now: ask who it is
-                    reported = time.monotonic() - REPORT_LAG_S
-                    if load.batch_time_version != worker.info.batch_time.version:
+                    now = time.monotonic()
+                    if load.batch_time_version != worker.info.batch_time.version and now >= worker.ask_again_at:
                         epoch = worker.info.epoch
                         await self._ask(worker, stub)
                         if worker.info.epoch != epoch:
                             return
                     worker.load = value_of(load, WorkerLoad)
                     worker.changed()
-                    for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
+                    for key in [key for key, sent in worker.sent.items() if sent.at < now - REPORT_LAG_S]:
                         worker.reported(key)
                     self._set_state(worker, state_of(load.state), "")
         finally:

@@ -9,13 +9,14 @@ where nothing can come that is better than what was found.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
+from math import inf
 from typing import overload
 
 from common.types import WorkerRole
 from router.fleet.endpoint import Endpoint
-from router.fleet.fleet import LAST, Entry, Fleet, Group, Key, Order
+from router.fleet.fleet import Entry, Fleet, Group, Key, Order
 from router.fleet.prefix_index import Level, levels_of
 from router.policy.base import Candidate, Candidates, RoutingRequest
 from router.policy.costs import SECONDS, TOKENS, Costs, wait_of
@@ -189,34 +190,38 @@ class _Walk:
         others: Sequence[Collection[str]] = (),
     ) -> None:
         """Looks at workers of `only`, or at those that are in none of `others`, in their order."""
-        entries, passed, found = order.entries, self.passed, self.found
+        entries, passed, found, num = order.entries, self.passed, self.found, self._num
         start, end = 0, len(entries)
         while start < end:
             cost, first, second, _ = entries[start]
-            is_full = len(found) == self._num
-            if is_full and cost + work > found[-1][0]:
-                return
+            if len(found) == num:
+                limit = found[-1]
+                if cost + work > limit[0]:
+                    return
+                if (cost + work, first, second) > limit[:3]:  # and so are all others of this cost
+                    start = bisect_right(entries, (cost, inf), start)
+                    continue
             # Those that are equal: the first of them is the one whose turn it is.
             stop = start + 1
             if stop < end and entries[stop][:3] == (cost, first, second):
-                stop = bisect_right(entries, (cost, first, second, 2 * LAST), stop)
-            if not (is_full and (cost + work, first, second) > found[-1][:3]):
-                turn = (
-                    bisect_left(entries, (cost, first, second, self._first), start, stop) if stop > start + 1 else start
-                )
-                num = 0
-                for at in chain(range(turn, stop), range(start, turn)):
-                    entry = entries[at]
-                    if entry[3] in passed:
+                stop = bisect_right(entries, (cost, first, second, inf), stop)
+                turn = bisect_left(entries, (cost, first, second, self._first), start, stop)
+                equal: Iterable[int] = chain(range(turn, stop), range(start, turn))
+            else:
+                equal = (start,)
+            left = num
+            for at in equal:
+                entry = entries[at]
+                if entry[3] in passed:
+                    continue
+                if only is not None or others:
+                    address = group.endpoints[entry[3]].address
+                    if (only is not None and address not in only) or any(address in one for one in others):
                         continue
-                    if only is not None or others:
-                        address = group.endpoints[entry[3]].address
-                        if (only is not None and address not in only) or any(address in one for one in others):
-                            continue
-                    self.look_at(entry, work, num_cached)
-                    num += 1
-                    if num == self._num:
-                        break
+                self.look_at(entry, work, num_cached)
+                left -= 1
+                if not left:
+                    break
             start = stop
 
 

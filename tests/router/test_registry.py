@@ -23,7 +23,7 @@ from router.fleet.registry import Registry
 from router.fleet.track_record import MAX_FAILURES
 from tests.router.conftest import StartWorker
 from tests.router.test_costs import model
-from tests.support.fake_worker import FakeWorker
+from tests.support.fake_worker import Context, FakeWorker
 
 
 @pytest.fixture
@@ -63,7 +63,10 @@ async def test_a_worker_is_described(registry: Registry, worker: FakeWorker) -> 
         registry.served("Tiny")
 
 
-async def test_what_a_worker_learns_of_its_steps_times_arrives(registry: Registry, worker: FakeWorker) -> None:
+async def test_what_a_worker_learns_of_its_steps_times_arrives(
+    registry: Registry, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_watch, "MODEL_S", 0.1)
     await until(registry, lambda: not registry.not_ready())
     assert endpoint(registry, worker.address).batch_time is None
 
@@ -81,6 +84,36 @@ async def test_what_a_worker_learns_of_its_steps_times_arrives(registry: Registr
     await until(registry, lambda: floor_s() == 0.03)
     worker.change(batch_time=said(4, "quick"))
     await until(registry, lambda: floor_s() is None)
+
+
+class Restless(FakeWorker):
+    """Each of its reports says that its model of time is a newer one."""
+
+    num_asked = 0
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: N802
+        self.num_asked += 1
+        return await super().GetInfo(request, context)
+
+    def _load(self) -> worker_pb2.WorkerLoad:
+        load = super()._load()
+        load.batch_time_version = self.num_asked + 1
+        return load
+
+
+async def test_a_worker_that_always_has_a_newer_model_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "MODEL_S", 600.0)
+    worker = Restless()
+    registry = Registry([], [await worker.start()])
+    registry.start()
+    try:
+        for number in range(5):
+            worker.change(num_requests_waiting=number)
+            await until(registry, lambda: endpoint(registry, worker.address).load.num_requests_waiting == number)  # noqa: B023
+        assert worker.num_asked == 1
+    finally:
+        await registry.close()
+        await worker.stop()
 
 
 async def test_the_kept_fleet_is_told_of_all_that_changes(registry: Registry, worker: FakeWorker) -> None:
