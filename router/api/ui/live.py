@@ -166,7 +166,9 @@ class Live:
             self._samples.append(sample)
         if not self._num_viewers:
             return
+        await asyncio.sleep(0)  # tokens go on between the parts of a look at a large fleet
         views = await self._views.joined()
+        await asyncio.sleep(0)
         rows = {one.address: row_of(one, views[one.address]) for one in endpoints if one.address in views}
         told: dict[str, object] = {}
         seen = self._seen

@@ -4,6 +4,7 @@ import { RefusedError, ask, events } from "./server.js";
 
 const MAX_SAMPLES = 700;
 const MAX_ENDED = 1000;
+const CALM_S = 20; // that a stream should last
 const HIDDEN_S = 30; // in the background, after which the page stops listening
 
 const named = (columns, row) => Object.fromEntries(columns.map((name, at) => [name, row[at]]));
@@ -50,6 +51,7 @@ export class Live extends EventTarget {
   async #follow(signal) {
     let delay = 500;
     while (!signal.aborted) {
+      const begun = performance.now();
       try {
         for await (const { event, data } of events(await ask("ui/events", { signal }))) {
           if (signal.aborted) return;
@@ -57,7 +59,9 @@ export class Live extends EventTarget {
           this.#take(event, JSON.parse(data));
           if (this.state !== "live") this.#say("live", "");
         }
-        if (!signal.aborted) this.#say("waiting", "the router ended the stream");
+        if (signal.aborted) return;
+        if (performance.now() - begun > 1000 * CALM_S) continue; // a stream has its time, then the page asks again
+        this.#say("waiting", "the router ended the stream");
       } catch (error) {
         if (signal.aborted) return;
         const refused = error instanceof RefusedError && (error.status === 401 || error.status === 403);

@@ -99,11 +99,14 @@ export class Playground {
         field("temperature", "Temperature", number(0.7, { min: 0, max: 2, step: "any" })),
         field("top_p", "Top p", number(1, { min: 0, max: 1, step: "any" })),
         field("seed", "Seed", number("", {}))),
+      field("effort", "Reasoning", el("select", {},
+        el("option", { value: "" }, "as the model does"), ["none", "low", "medium", "high"].map((one) => el("option", { value: one }, one)))),
       field("form_kind", "Form of the answer", el("select", {},
         el("option", { value: "text" }, "text"), el("option", { value: "json_object" }, "any JSON"), el("option", { value: "json_schema" }, "JSON by a schema"))),
       field("schema", "JSON schema", el("textarea", { rows: 6, spellcheck: "false" }, pretty(SCHEMA))),
       field("tools", "Tools (JSON, as OpenAI has them)", el("textarea", { rows: 3, spellcheck: "false" })),
-      el("div", { class: "row" }, el("button", { type: "button", onclick: () => (this.tools.value = pretty(TOOLS)) }, "Example tool")),
+      field("tool_choice", "Calls of tools", el("select", {}, ["auto", "required", "none"].map((one) => el("option", { value: one }, one)))),
+      el("div", { class: "row" }, el("button", { type: "button", onclick: () => this.exampleTool() }, "Example tool")),
       el("div", { class: "row" }, this.send, this.stop, this.clear));
     this.talk = el("div", { class: "talk", role: "log", "aria-label": "Conversation", "aria-live": "polite" });
     this.picture = el("div", { class: "card", hidden: true });
@@ -114,11 +117,22 @@ export class Playground {
     });
     this.prompt.addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.form.requestSubmit());
     this.form_kind.addEventListener("change", () => this.showSchema());
+    this.tools.addEventListener("input", () => this.showToolChoice());
     this.showSchema();
+    this.showToolChoice();
   }
 
   showSchema() {
     this.schema.parentNode.hidden = this.form_kind.value !== "json_schema";
+  }
+
+  showToolChoice() {
+    this.tool_choice.parentNode.hidden = !this.tools.value.trim();
+  }
+
+  exampleTool() {
+    this.tools.value = pretty(TOOLS);
+    this.showToolChoice();
   }
 
   async show() {
@@ -153,13 +167,17 @@ export class Playground {
       max_tokens: this.max_tokens.valueAsNumber || undefined,
       temperature: Number.isNaN(this.temperature.valueAsNumber) ? undefined : this.temperature.valueAsNumber,
       top_p: Number.isNaN(this.top_p.valueAsNumber) ? undefined : this.top_p.valueAsNumber,
+      reasoning_effort: this.effort.value || undefined,
       seed: Number.isNaN(this.seed.valueAsNumber) ? undefined : this.seed.valueAsNumber,
     };
     if (kind === "json_object") body.response_format = { type: kind };
     if (kind === "json_schema") {
       body.response_format = { type: kind, json_schema: { name: "answer", strict: true, schema: parsed(this.schema.value, "JSON schema") } };
     }
-    if (this.tools.value.trim()) body.tools = parsed(this.tools.value, "Tools");
+    if (this.tools.value.trim()) {
+      body.tools = parsed(this.tools.value, "Tools");
+      body.tool_choice = this.tool_choice.value;
+    }
     return body;
   }
 

@@ -60,7 +60,7 @@ export function timeline(record) {
 
 // The stages as one short bar, for a table; widths are by the square root of the time, so that short ones are seen.
 export function miniature(record, mostMs) {
-  const width = 110;
+  const width = 96;
   const span = Math.max(...record.stages.map((stage) => stage.end_ms), 0.001);
   const scale = (width * Math.sqrt(span / Math.max(mostMs, span))) / span;
   return svg("svg", { class: "mini", width, height: 10, "aria-hidden": "true" },
