@@ -46,6 +46,14 @@ StartWorker = Callable[..., Awaitable[FakeWorker]]
 StartRouter = Callable[..., Awaitable[RunningRouter]]
 
 
+@pytest.fixture(autouse=True)
+def no_certificates_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """httpx reads all CA certificates for each client, which takes as long as many a test. Of a folder it reads those
+    that it needs, when it does. Tests of TLS name their own."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path_factory.getbasetemp()))
+
+
 @pytest.fixture
 async def start_worker() -> AsyncIterator[StartWorker]:
     workers: list[FakeWorker] = []

@@ -114,10 +114,17 @@ def make_app(gateway: Gateway, root_path: str = "", live: Live | None = None) ->
     get("/requests/{request_id:path}", information.request, "One of them", ended, openapi.REQUEST_ID_PARAMETER)
     if live is not None:
         app.add_api_route("/ui/events", _guarded(live.events), response_model=None, include_in_schema=False)
-    page = app.openapi()
-    parts = page.setdefault("components", {})
-    parts.setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})
-    parts["securitySchemes"], page["security"] = openapi.SECURITY_SCHEMES, openapi.SECURITY
+    describe = app.openapi
+
+    def page() -> openapi.Json:
+        """Made when it is first asked for: it takes as long as all else that a router does before it serves."""
+        made = describe()
+        parts = made.setdefault("components", {})
+        parts.setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})
+        parts["securitySchemes"], made["security"] = openapi.SECURITY_SCHEMES, openapi.SECURITY
+        return made
+
+    app.openapi = page  # type: ignore[method-assign]
     return DirectApp(app, direct, root_path)
 
 
