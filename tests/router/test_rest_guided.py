@@ -104,10 +104,11 @@ async def test_a_workers_refusal_has_the_clients_field(router: RunningRouter, wo
     assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_regex")
 
 
-async def test_schemas_of_any_depth_are_refused(router: RunningRouter) -> None:
+@pytest.mark.parametrize("step", [14, pytest.param(2, marks=pytest.mark.slow)])
+async def test_schemas_of_any_depth_are_refused(router: RunningRouter, step: int) -> None:
     """Some are not too deep for who looks over them, and too deep for who decodes them, in a few frames more."""
     async with httpx.AsyncClient(base_url=router.url) as client:
-        for depth in range(800, 1010, 2):
+        for depth in range(800, 1010, step):
             schema = '{"items":' * depth + "1" + "}" * depth
             response = await client.post("/v1/completions", content=f'{{"prompt": "Hi", "guided_json": {schema}}}')
             assert response.status_code == 400, (depth, response.text)

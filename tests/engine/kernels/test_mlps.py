@@ -9,7 +9,7 @@ from engine.kernels.grouped import Layout, PackedGrouped, PackedParts
 from engine.kernels.library import Activation, PackedLinear, PackedMLPs, WeightKind
 from tests.engine.kernels.test_grouped import Random, each_layout
 from tests.engine.kernels.test_linear import KIND_ERROR, KINDS, error
-from tests.engine.kernels.variants import each_variant, kernels
+from tests.engine.kernels.variants import best_and_slow_other_variants, each_variant, kernels
 
 HIDDEN, INNER, NUM_MLPS = 70, 45, 6
 NUM_ROWS = torch.tensor([3, 0, 1, 30, 0, 2])
@@ -54,7 +54,7 @@ def test_each_takes_its_rows(variant: str, kind: WeightKind, weights: list[tuple
         start += count
 
 
-@each_variant
+@best_and_slow_other_variants
 @each_layout
 @pytest.mark.parametrize("are_apart", [False, True])
 def test_weights_that_stay_as_a_file_has_them(variant: str, layout: Layout, are_apart: bool) -> None:
