@@ -28,13 +28,14 @@ SAME_LOAD = (
     "dataset_name", "num_prompts", "request_rate", "burstiness", "max_concurrency", "random_input_len",
     "random_output_len", "goodput",
 )  # fmt: skip
+SMALL_CHANGE = 0.01  # a share; two single runs of the same differ by as much
 
 
 class Verdict(StrEnum):
     BETTER = "better"
     WORSE = "worse"
     SAME = "the same"
-    UNSURE = "not sure"  # the intervals of the means overlap
+    UNSURE = "not sure"  # the intervals of the means overlap, or there are none and the difference is small
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +74,11 @@ def _verdict(name: str, base: Mapping[str, Json], other: Mapping[str, Json]) -> 
     if one == two:
         return Verdict.SAME
     bounds, others = _bounds(base, name), _bounds(other, name)
-    if bounds and others and bounds[0] <= others[1] and others[0] <= bounds[1]:
+    if bounds and others:
+        is_unsure = bounds[0] <= others[1] and others[0] <= bounds[1]
+    else:
+        is_unsure = abs(two - one) < SMALL_CHANGE * abs(one)
+    if is_unsure:
         return Verdict.UNSURE
     return Verdict.BETTER if (two > one) is (name in HIGHER_IS_BETTER) else Verdict.WORSE
 
@@ -107,7 +112,8 @@ def differences(base: Mapping[str, Json], other: Mapping[str, Json]) -> list[str
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def compare_command(base: Path, others: Sequence[Path], fail_above: float | None, as_json: bool) -> int:
     """Compares runs with the first one: BASE and OTHERS are JSON of `baton bench serve` or `vllm bench serve`. With
-    repeats in both, a difference counts only if the 95 % intervals of the means do not overlap.
+    repeats in both, a difference counts only if the 95 % intervals of the means do not overlap; else only if it is 1 %
+    at least.
 
     \b
     Examples:

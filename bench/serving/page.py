@@ -19,6 +19,7 @@ _ENDINGS = {
     Ending.REFUSED: "#d1690e",
     Ending.CANCELLED: "#6b7280",
 }
+_LEAST_MS = 0.1  # that a logarithmic axis shows: events that come together have no time between them
 LATENCY_ROWS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 LATENCY_COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
 
@@ -168,7 +169,7 @@ def _shares(outcomes: Sequence[Outcome], limits: Mapping[str, float]) -> Iterato
     for name, found in values.items():
         if not found:
             continue
-        ordered = sorted(1000 * value for value in found)
+        ordered = sorted(max(1000 * value, _LEAST_MS) for value in found)
         # Evenly over the ranks, and the tail as it is.
         percents = [number_ / 2 for number_ in range(200)] + [99.5 + number_ / 20 for number_ in range(11)]
         points = [(percentile(ordered, min(percent, 100)), min(percent, 100)) for percent in percents]

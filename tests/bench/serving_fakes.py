@@ -47,7 +47,8 @@ def run_of(outcomes: Sequence[Outcome], *, loop_lags_s: Sequence[float] = (0.0,)
 
 @dataclass
 class FakeEndpoint:
-    """Gives each answer in two events. `behave` may raise, or wait, before the first."""
+    """Gives each answer in two events. Before the first, `behave` may raise, or return seconds or an
+    event to wait for."""
 
     behave: Callable[[Question], object] = lambda _: None
     questions: list[Question] = field(default_factory=list)
@@ -60,7 +61,10 @@ class FakeEndpoint:
         self.most = max(self.most, self.num_now)
         try:
             wait = self.behave(question)
-            await asyncio.sleep(wait if isinstance(wait, float) else 0)
+            if isinstance(wait, asyncio.Event):
+                await wait.wait()
+            else:
+                await asyncio.sleep(wait if isinstance(wait, float) else 0)
             for word in (f"<{len(self.questions)}", ">"):
                 answer.token_times.append(time.perf_counter())
                 answer.text.append(word)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,14 @@ def test_a_sweep_starts_a_stack_for_each_ratio(
         assert point["total_cached_tokens"] == 0  # no prompt is asked twice
     assert code == (0 if all(point["valid"] for point in points) else 1)  # a busy machine makes the client late
     assert "1P:2D" in page.read_text()
+
+
+def test_a_load_needs_no_torch() -> None:
+    """A router's image has neither torch nor numpy."""
+    check = "import sys, bench.command, bench.serving.serve, bench.serving.openai, bench.serving.grpc_endpoint as _; "
+    check += "sys.exit(str({'torch', 'numpy', 'transformers', 'matplotlib'} & sys.modules.keys() or ''))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
+    assert done.stderr.strip() == ""
 
 
 def test_latency_and_throughput(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
