@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DEFAULT_CLASS = "PreTrainedTokenizerFast"
 SHORT_DECODE = 256  # tokens; decoded in less than a millisecond
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -85,15 +86,17 @@ class Tokenizer:
         error: str = "",
         tool_form: ChatForm | None = None,
         response_template: object = None,
+        class_name: str = DEFAULT_CLASS,
     ) -> None:
         """`reader`: of answers that have parts. `special_tokens` by their roles: `bos_token`, `eos_token`, ...
         `error`: why there is no template, if there should be one. `tool_form`: of conversations with tools, if it is
-        another one. `response_template`: the tokenizer's own."""
+        another one. `response_template`: the tokenizer's own. `class_name`: of transformers' tokenizer for it."""
         self.rust = rust
         self.chat_template = chat_template
         self._form = ChatForm(chat_template, reader, error)
         self._tool_form = tool_form
         self._response_template = response_template
+        self._class_name = class_name
         self.special_tokens = dict(special_tokens or {})
         rust.no_truncation()
         rust.no_padding()
@@ -111,9 +114,15 @@ class Tokenizer:
         )
 
     def described(self) -> dict[str, str | None]:
-        """Each special token's text, and the chat template, for programs that make prompts themselves."""
+        """Each special token's text, the chat template and the class in transformers, for programs that make prompts
+        themselves."""
         template = None if self.chat_template is None else self.chat_template.source
-        return {**{role: self.special_tokens.get(role) for role in _SPECIAL_TOKENS}, "chat_template": template}
+        special = {role: self.special_tokens.get(role) for role in _SPECIAL_TOKENS}
+        return {**special, "chat_template": template, "tokenizer_class": self._class_name}
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The tokens as the vocabulary spells them."""
+        return [self.rust.id_to_token(token_id) for token_id in token_ids]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, which is valid Unicode. Other threads run meanwhile: alone of the library's functions,
@@ -351,6 +360,7 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         error=form.error,
         tool_form=forms.get(TOOL_USE),
         response_template=own,
+        class_name=str(config.get("tokenizer_class") or DEFAULT_CLASS),
     )
 
 

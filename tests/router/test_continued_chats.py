@@ -12,7 +12,7 @@ from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.test_tools import prompt_of
 from tests.router.test_vllm_fields import chunks, refused, whole
-from tests.router.tiny_tokenizer import ids_of
+from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
 from tests.router.tool_calls import ASK, TOOL, TWO_CALLS
 from tests.support.fake_worker import ANSWER, MAX_MODEL_LEN, FakeWorker
 
@@ -186,7 +186,10 @@ async def test_tokens_are_those_of_the_chat(
     tokens = (await post(router, "/tokenize", {"model": "tiny", **asked})).json()
     await whole(router, "chat/completions", **asked)
     ids = list(worker.requests[-1].prompt_token_ids)
-    assert tokens == {"tokens": ids, "token_ids": ids, "count": len(ids), "max_model_len": 4096}
+    known = {"tokens": ids, "token_ids": ids, "count": len(ids), "max_model_len": 4096}
+    assert tokens == {**known, "token_strs": None}
+    tokens = (await post(router, "/tokenize", {"model": "tiny", **asked, "return_token_strs": True})).json()
+    assert tokens == {**known, "token_strs": [tiny_tokenizer().rust.id_to_token(one) for one in ids]}
 
 
 @each_case(

@@ -190,6 +190,7 @@ async def test_texts_and_tokens_by_vllms_names(router: RunningRouter) -> None:
         info = (await client.get("/tokenizer_info")).json()
         assert info["eos_token"] == "<|im_end|>"
         assert (info["bos_token"], info["pad_token"]) == ("<|im_start|>", None)
+        assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert "<|im_start|>" in info["chat_template"]
         asked = {"prompt": "Hello, 東京", "add_special_tokens": False}
         tokens = (await client.post("/tokenize", json=asked)).json()
@@ -236,6 +237,7 @@ VLLM_DEFAULTS = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "return_tokens_as_token_ids": None,
+    "truncation_side": "left",
     "logits_processors": None,
     "guided_decoding_backend": None,
     "guided_whitespace_pattern": None,
@@ -428,6 +430,7 @@ BAD_CHAT = [
     ({"verbosity": "low"}, "verbosity"),
     ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"continue_final_message": True}, "continue_final_message"),
+    ({"truncate_prompt_tokens": 4, "truncation_side": "right"}, "truncation_side"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"documents": [{"text": "x"}]}, "documents"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),

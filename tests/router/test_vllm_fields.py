@@ -127,6 +127,30 @@ async def test_token_ids_of_streams(router: RunningRouter, worker: FakeWorker) -
         assert [each for choice in own for each in choice["token_ids"]] == [*worker.answer, eos_id()]
 
 
+async def test_logprobs_with_ids_in_place_of_texts(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.answer = byte_ids("a😀b")
+    asked: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 50}
+    named = [f"token_id:{one}" for one in [*worker.answer, eos_id()]]
+    plain = (await whole(router, "completions", prompt="x", max_tokens=50, logprobs=2))["choices"][0]["logprobs"]
+    (choice,) = (await whole(router, "completions", prompt="x", **asked, logprobs=2))["choices"]
+    assert choice["logprobs"]["tokens"] == named[: len(plain["tokens"])]
+    for field in ("token_logprobs", "text_offset"):
+        assert choice["logprobs"][field] == plain[field]
+    for name, tops in zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert name in tops
+        assert all(one.startswith("token_id:") for one in tops)
+    logprobs = {"logprobs": True, "top_logprobs": 2}
+    plain = (await whole(router, "chat/completions", **CHAT, **logprobs))["choices"][0]["logprobs"]["content"]
+    (choice,) = (await whole(router, "chat/completions", **CHAT, **asked, **logprobs))["choices"]
+    content = choice["logprobs"]["content"]
+    assert [one["token"] for one in content] == named[: len(content)]
+    assert [one["bytes"] for one in content] == [one["bytes"] for one in plain]
+    assert all(top["token"].startswith("token_id:") for one in content for top in one["top_logprobs"])
+    streamed = await chunks(router, "chat/completions", **CHAT, **asked, **logprobs)
+    given = [one["choices"][0]["logprobs"] for one in streamed if one["choices"][0].get("logprobs")]
+    assert [each["token"] for one in given for each in one["content"]] == [one["token"] for one in content]
+
+
 async def test_token_ids_end_with_the_stop_string(router: RunningRouter, worker: FakeWorker) -> None:
     stop = tiny_tokenizer().decode(worker.answer[2:4])
     (choice,) = (await whole(router, "chat/completions", **CHAT, stop=stop, return_token_ids=True))["choices"]

@@ -138,7 +138,9 @@ COMPONENTS: dict[str, Json] = {
     "ModelList": _MODEL_LIST,
     "PrefixHinted": _object(num_tokens=INTEGER, num_blocks=INTEGER, workers=_list(OBJECT)),
     "Tokens": _with_optional(
-        _object(token_ids=_list(INTEGER), count=INTEGER, max_model_len=INTEGER), tokens=_list(INTEGER)
+        _object(token_ids=_list(INTEGER), count=INTEGER, max_model_len=INTEGER),
+        tokens=_list(INTEGER),
+        token_strs={"type": ["array", "null"], "items": OPTIONAL_TEXT},
     ),
     "Text": _with_optional(_object(text=STRING), prompt=STRING),
     "TokenizerInfo": {**OBJECT, "additionalProperties": OPTIONAL_TEXT},

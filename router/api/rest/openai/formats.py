@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -70,9 +70,13 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
     has_one_prompt = True
 
-    def __init__(self, *, is_named_call: bool = False, also_reasoning: bool = False) -> None:
-        """`is_named_call`: the client named the tool that the answer calls. `also_reasoning`: see `RouterSettings`."""
+    def __init__(
+        self, *, is_named_call: bool = False, also_reasoning: bool = False, tokens_as_ids: bool = False
+    ) -> None:
+        """`is_named_call`: the client named the tool that the answer calls. `also_reasoning`: see `RouterSettings`.
+        `tokens_as_ids`: whether logprobs have ids in place of tokens' texts."""
         self._is_named_call = is_named_call
+        self._tokens_as_ids = tokens_as_ids
         self._reasoning_names = ("reasoning_content", "reasoning") if also_reasoning else ("reasoning_content",)
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
@@ -82,7 +86,7 @@ class ChatFormat:
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offsets: TextOffsets) -> JsonObject:
         del offsets
-        return {"content": chat_tokens(tokens, tokenizer), "refusal": None}
+        return {"content": chat_tokens(tokens, tokenizer, as_ids=self._tokens_as_ids), "refusal": None}
 
     def opening(self, index: int) -> JsonObject | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -113,15 +117,19 @@ class CompletionFormat:
     chunk_object = "text_completion"
     has_one_prompt = False
 
+    def __init__(self, *, tokens_as_ids: bool = False) -> None:
+        """`tokens_as_ids`: see `ChatFormat`."""
+        self._token = _token_as_id if tokens_as_ids else _completion_token
+
     def finish_reason(self, reason: FinishReason) -> FinishReason:
         return reason
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offsets: TextOffsets) -> JsonObject:
         ids = [token.token_id for token in tokens]
         return {
-            "tokens": [_completion_token(token_id, tokenizer) for token_id in ids],
+            "tokens": [self._token(token_id, tokenizer) for token_id in ids],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [_tops(token, tokenizer) for token in tokens],
+            "top_logprobs": [_tops(token, tokenizer, self._token) for token in tokens],
             "text_offset": offsets.add(tokenizer.token_bytes(one) if tokenizer.has_text(one) else b"" for one in ids),
         }
 
@@ -199,32 +207,37 @@ def _defaults(descriptor: Descriptor) -> tuple[tuple[str, object, Descriptor | N
     )
 
 
-def chat_tokens(tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> list[JsonObject]:
+def chat_tokens(tokens: Sequence[SampledToken], tokenizer: Tokenizer, *, as_ids: bool = False) -> list[JsonObject]:
     """Logprobs as answers of chat have them."""
+
+    def one(token_id: int, logprob: float | None) -> JsonObject:
+        data = tokenizer.token_bytes(token_id)
+        text = _token_as_id(token_id, tokenizer) if as_ids else data.decode(errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
     return [
         {
-            **_chat_token(token.token_id, token.logprob, tokenizer),
-            "top_logprobs": [_chat_token(top.token_id, top.logprob, tokenizer) for top in token.top_logprobs],
+            **one(token.token_id, token.logprob),
+            "top_logprobs": [one(top.token_id, top.logprob) for top in token.top_logprobs],
         }
         for token in tokens
     ]
 
 
-def _chat_token(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> JsonObject:
-    data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-def _tops(token: SampledToken, tokenizer: Tokenizer) -> JsonObject | None:
+def _tops(token: SampledToken, tokenizer: Tokenizer, text_of: Callable[[int, Tokenizer], str]) -> JsonObject | None:
     """The logprobs of the likeliest tokens, and of the token itself, which may be none of them. None for the first
     token of a prompt."""
     if token.logprob is None:
         return None
     found: JsonObject = {}
     for top in token.top_logprobs:
-        found.setdefault(_completion_token(top.token_id, tokenizer), _finite(top.logprob))  # the likeliest of a text
-    found[_completion_token(token.token_id, tokenizer)] = _finite(token.logprob)
+        found.setdefault(text_of(top.token_id, tokenizer), _finite(top.logprob))  # the likeliest of a text
+    found[text_of(token.token_id, tokenizer)] = _finite(token.logprob)
     return found
+
+
+def _token_as_id(token_id: int, _tokenizer: Tokenizer) -> str:
+    return f"token_id:{token_id}"
 
 
 def _completion_token(token_id: int, tokenizer: Tokenizer) -> str:

@@ -47,6 +47,7 @@ class GenerationHandlers(Handlers):
         chat_format = ChatFormat(
             is_named_call=isinstance(body.tool_choice, NamedTool) and body.tool_choice.is_named,
             also_reasoning=self._gateway.also_reasoning,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
         )
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
@@ -97,7 +98,8 @@ class GenerationHandlers(Handlers):
 
         echoed: list[str] = []
         echo = Echo(echoed, generates=not body.is_only_echo) if body.echo else None
-        make_answer = self._answer_maker(body, CompletionFormat(), echo)
+        completion_format = CompletionFormat(tokens_as_ids=bool(body.return_tokens_as_token_ids))
+        make_answer = self._answer_maker(body, completion_format, echo)
         return await self._generate(request, body, prompts, make_answer, arrived_at)
 
     async def _text(self, model: ServedModel, token_ids: list[int]) -> str:

@@ -58,7 +58,8 @@ class GenerationBody(GuidedFields, kw_only=True):
     # vLLM's. Its clients write out what these are if nothing is said of them.
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # of those that are not skipped: none
-    return_tokens_as_token_ids: GivenRaw = UNSET
+    truncation_side: GivenRaw = UNSET  # of `truncate_prompt_tokens`, which keeps the last ones
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
     logits_processors: GivenRaw = UNSET
     guided_decoding_backend: GivenRaw = UNSET
     guided_whitespace_pattern: GivenRaw = UNSET
@@ -66,7 +67,6 @@ class GenerationBody(GuidedFields, kw_only=True):
     vllm_xargs: GivenRaw = UNSET
 
     of_vllm: ClassVar[tuple[str, ...]] = (
-        "return_tokens_as_token_ids",
         "logits_processors",
         "guided_decoding_backend",
         "guided_whitespace_pattern",
@@ -81,6 +81,7 @@ class GenerationBody(GuidedFields, kw_only=True):
             raise InvalidArgumentError("store", "is not supported: nothing is stored")
         self.check_service_tier()
         refuse_if_asked(self, (*self.unsupported, *self.of_vllm))
+        refuse_unless(self, "truncation_side", "left")
         if self.skip_special_tokens is False:
             raise InvalidArgumentError("skip_special_tokens", "only true is supported: special tokens have no text")
         self.choices.check()

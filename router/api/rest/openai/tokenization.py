@@ -15,7 +15,7 @@ from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.chat_messages import ChatInPlace
 from router.api.rest.openai.handlers import Handlers
 from router.api.rest.openai.parsing import parse
-from router.api.rest.openai.tools import FunctionTool, chat_tools
+from router.api.rest.openai.tools import FunctionTool, JsonObject, chat_tools
 from router.fleet.served_model import ServedModel
 from text.conversation import Conversation
 
@@ -25,6 +25,7 @@ class TokenizeBody(ChatInPlace, kw_only=True):
     text: str | None = None
     prompt: str | None = None  # vLLM's name for `text`; the answer then has its name for `token_ids`, too
     tools: list[FunctionTool] | None = None  # of `messages`
+    return_token_strs: bool | None = None
 
     of_chat: ClassVar[tuple[str, ...]] = (*ChatInPlace.of_chat, "tools")
     of_text: ClassVar[tuple[str, ...]] = ("text", "prompt")
@@ -62,7 +63,9 @@ class TokenizerHandlers(Handlers):
         model = self._gateway.admission.served(body.model or "")
         body.check()
         ids = await self._token_ids(model, body)
-        of_vllm = {"tokens": ids} if body.text is None else {}
+        of_vllm: JsonObject = {"tokens": ids, "token_strs": None} if body.text is None else {}
+        if body.return_token_strs:
+            of_vllm["token_strs"] = model.tokenizer.token_strings(ids)
         known = {"count": len(ids), "max_model_len": model.limits.max_model_len}
         return json_response({"token_ids": ids, **of_vllm, **known})
 
