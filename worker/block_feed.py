@@ -43,8 +43,20 @@ class BlockChange:
 class BlockFeed:
     """`ask_list` asks the engine for all names; it answers by `listed`."""
 
-    def __init__(self, ask_list: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ask_list: Callable[[], None],
+        *,
+        max_recent_bytes: int = MAX_RECENT_BYTES,
+        piece_names: int = PIECE_NAMES,
+        max_watchers: int = MAX_WATCHERS,
+        list_timeout_s: float = LIST_TIMEOUT_S,
+    ) -> None:
         self._ask_list = ask_list
+        self._max_recent_bytes = max_recent_bytes
+        self._piece_names = piece_names
+        self._max_watchers = max_watchers
+        self._list_timeout_s = list_timeout_s
         self._recent: deque[BlockChange] = deque()
         self._num_recent_bytes = 0
         self._sequence = 0
@@ -57,7 +69,7 @@ class BlockFeed:
         change = BlockChange(self._sequence, stored, removed)
         self._recent.append(change)
         self._num_recent_bytes += change.num_bytes
-        while self._num_recent_bytes > MAX_RECENT_BYTES and self._recent:
+        while self._num_recent_bytes > self._max_recent_bytes and self._recent:
             self._num_recent_bytes -= self._recent.popleft().num_bytes
         self._news.set()
         self._news.clear()
@@ -77,7 +89,7 @@ class BlockFeed:
             while True:
                 if sequence is None or not self._is_covered(sequence):
                     sequence, names = await self._all_names()
-                    for piece in _pieces(sequence, names):
+                    for piece in _pieces(sequence, names, self._piece_names):
                         yield piece
                 elif sequence == self._sequence:
                     await self._news.wait()
@@ -88,8 +100,8 @@ class BlockFeed:
 
     @contextlib.contextmanager
     def _watcher(self) -> Iterator[None]:
-        if self._num_watchers >= MAX_WATCHERS:
-            raise OverloadedError(f"{MAX_WATCHERS} streams of blocks are open")
+        if self._num_watchers >= self._max_watchers:
+            raise OverloadedError(f"{self._max_watchers} streams of blocks are open")
         self._num_watchers += 1
         try:
             yield
@@ -109,13 +121,13 @@ class BlockFeed:
             self._ask_list()
             self._list = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(LIST_TIMEOUT_S):
+            async with asyncio.timeout(self._list_timeout_s):
                 return await asyncio.shield(self._list)
         except TimeoutError:
-            raise UnavailableError(f"the engine listed no blocks within {LIST_TIMEOUT_S:g} s") from None
+            raise UnavailableError(f"the engine listed no blocks within {self._list_timeout_s:g} s") from None
 
 
-def _pieces(sequence: int, names: bytes) -> Iterator[BlockChange]:
-    size = PIECE_NAMES * HASH_BYTES
+def _pieces(sequence: int, names: bytes, num_names: int) -> Iterator[BlockChange]:
+    size = num_names * HASH_BYTES
     for start in range(0, max(len(names), 1), size):
         yield BlockChange(sequence, names[start : start + size], starts_list=start == 0)

@@ -33,7 +33,11 @@ class _Handler(WSGIRequestHandler):
 class MetricsServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(
+        self, host: str, port: int, *, max_connections: int = MAX_CONNECTIONS, max_open_s: float = MAX_OPEN_S
+    ) -> None:
+        self._max_connections = max_connections
+        self._max_open_s = max_open_s
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}  # since when, open longest first
@@ -46,7 +50,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            if len(self._open) >= MAX_CONNECTIONS:
+            if len(self._open) >= self._max_connections:
                 self._cut(next(iter(self._open)))
             self._open[request] = time.monotonic()
         super().process_request(request, client_address)
@@ -59,7 +63,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     def service_actions(self) -> None:
         """Called by `serve_forever`, twice a second."""
         with self._lock:
-            due = time.monotonic() - MAX_OPEN_S
+            due = time.monotonic() - self._max_open_s
             for late in [request for request, since in self._open.items() if since < due]:
                 self._cut(late)
 
@@ -73,10 +77,14 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             request.shutdown(socket.SHUT_RDWR)
 
 
-def serve_metrics(host: str, port: int) -> MetricsServer:
+def serve_metrics(
+    host: str, port: int, *, max_connections: int = MAX_CONNECTIONS, max_open_s: float = MAX_OPEN_S
+) -> MetricsServer:
     """Serves until the process ends. Raises `StartupError` if the port cannot be had."""
     try:
-        server = MetricsServer(host.strip("[]") or "0.0.0.0", port)
+        server = MetricsServer(
+            host.strip("[]") or "0.0.0.0", port, max_connections=max_connections, max_open_s=max_open_s
+        )
     except OSError as error:
         raise StartupError(f"metrics_port: cannot bind {port}: {error.strerror}") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

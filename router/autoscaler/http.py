@@ -50,12 +50,14 @@ class Server(WebServer):
         *,
         context: ssl.SSLContext | None = None,
         protocol: type[LimitedProtocol] | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         self._socket = listen(address)
         self._socket.setblocking(False)
         host, _ = split_address(address)
         self.address = f"{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{self._socket.getsockname()[1]}"
-        connections = Connections(MAX_CONNECTIONS, HEAD_TIMEOUT_S)
+        connections = Connections(max_connections, head_timeout_s)
         super().__init__(self._socket, app, connections, context, protocol=protocol, shutdown_s=1)
 
     async def close(self) -> None:

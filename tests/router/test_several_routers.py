@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.types import WorkerRole, WorkerState
-from protos.baton.v1 import worker_pb2
 from router.fleet import reports
 from router.fleet.registry import Registry
 from router.policy.base import RoutingRequest
@@ -24,17 +23,6 @@ NUM_ROUTERS = 3
 REQUEST = RoutingRequest(num_prompt_tokens=10, fingerprint="f1")
 
 
-class Worker(FakeWorker):
-    """Reports how many requests run on it."""
-
-    num_running = 0
-
-    def _load(self) -> worker_pb2.WorkerLoad:
-        load = super()._load()
-        load.num_requests_running = self.num_running
-        return load
-
-
 @dataclass(slots=True)
 class Router:
     registry: Registry
@@ -43,7 +31,7 @@ class Router:
 
 @dataclass(slots=True)
 class Fleet:
-    workers: dict[str, Worker]
+    workers: dict[str, FakeWorker]
     routers: list[Router]
     are_told: bool  # of the workers' load
     running: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -54,8 +42,8 @@ class Fleet:
             decision = router.policy.pick(REQUEST, router.registry.endpoints())  # type: ignore[attr-defined]
             self.running.enter_context(router.registry.sending({decision.decode.address: REQUEST.num_prompt_tokens}))
             worker = self.workers[decision.decode.address]
-            worker.num_running += 1
-            self.running.callback(setattr, worker, "num_running", 0)
+            worker.num_requests_running += 1
+            self.running.callback(setattr, worker, "num_requests_running", 0)
 
     async def report(self) -> None:
         """Returns once every router has seen what runs now."""
@@ -69,7 +57,7 @@ class Fleet:
     def _is_seen(self, router: Router) -> bool:
         return all(
             endpoint.state is WorkerState.READY
-            and endpoint.load.num_requests_running == self.workers[endpoint.address].num_running
+            and endpoint.load.num_requests_running == self.workers[endpoint.address].num_requests_running
             for endpoint in router.registry.endpoints()
         )
 
@@ -78,12 +66,12 @@ class Fleet:
         await self.report()
 
     def loads(self) -> list[int]:
-        return sorted((worker.num_running for worker in self.workers.values()), reverse=True)
+        return sorted((worker.num_requests_running for worker in self.workers.values()), reverse=True)
 
 
 @contextlib.asynccontextmanager
 async def fleet(num_workers: int, *, are_told: bool) -> AsyncIterator[Fleet]:
-    workers = [Worker(WorkerRole.DECODE) for _ in range(num_workers)]
+    workers = [FakeWorker(WorkerRole.DECODE) for _ in range(num_workers)]
     addresses = [await worker.start() for worker in workers]
     routers = [Router(Registry([], addresses)) for _ in range(NUM_ROUTERS)]
     found = Fleet(dict(zip(addresses, workers, strict=True)), routers, True)

@@ -131,6 +131,27 @@ class FakeDevice(Device):
         return SampledToken(next_token([int(token) for token, _ in seen]))
 
 
+class TimedDevice(FakeDevice):
+    """Computes nothing, and says of each step how long it took. `now` goes on by that."""
+
+    def __init__(self, seconds_of: Callable[[StepInput], float], num_blocks: int = 64) -> None:
+        super().__init__(num_blocks, max_model_len=num_blocks * BLOCK_SIZE)
+        self.now = 0.0
+        self._seconds_of = seconds_of
+
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        step = self._begun.pop(ticket.number)
+        elapsed_s = self._seconds_of(step)
+        self.now += elapsed_s
+        if self.fail_next:
+            return StepOutput(tokens=[None] * len(step.rows), failures={0: "it is on fire"})
+        tokens = [None if row.draw is None else SampledToken(1) for row in step.rows]
+        return StepOutput(tokens=tokens, elapsed_s=elapsed_s)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Nothing."""
+
+
 def make_core(
     *,
     num_blocks: int = 64,

@@ -59,7 +59,7 @@ class FakeWorker(
         self.answer: list[int] = ids_of(ANSWER)
         self.epoch = "e1"
         self.state: worker_pb2.WorkerState.ValueType = worker_pb2.WORKER_STATE_READY
-        self.num_requests_waiting = 0
+        self.load = {"num_blocks": 100, "num_free_blocks": 100}  # what it reports, beside its state
         self.batch_time: worker_pb2.BatchTime | None = None
         # Faults.
         self.refuse: tuple[grpc.StatusCode, str] | BatonError | None = None
@@ -125,6 +125,26 @@ class FakeWorker(
             setattr(self, name, value)
         self._changed.set()
 
+    def report(self, **counts: int) -> None:
+        """Reports these of its 100 blocks and of its requests, and of all others none."""
+        self.change(load={"num_blocks": 100, **counts})
+
+    @property
+    def num_requests_waiting(self) -> int:
+        return self.load.get("num_requests_waiting", 0)
+
+    @num_requests_waiting.setter
+    def num_requests_waiting(self, number: int) -> None:
+        self.load["num_requests_waiting"] = number
+
+    @property
+    def num_requests_running(self) -> int:
+        return self.load.get("num_requests_running", 0)
+
+    @num_requests_running.setter
+    def num_requests_running(self, number: int) -> None:
+        self.load["num_requests_running"] = number
+
     # ------------------------------------------------------------------------------------------- services
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: N802
@@ -164,11 +184,9 @@ class FakeWorker(
     def _load(self) -> worker_pb2.WorkerLoad:
         return worker_pb2.WorkerLoad(
             state=self.state,
-            num_requests_waiting=self.num_requests_waiting,
-            num_blocks=100,
-            num_free_blocks=100,
             epoch=self.epoch,
             batch_time_version=0 if self.batch_time is None else self.batch_time.version,
+            **self.load,
         )
 
     async def WatchBlocks(  # noqa: N802

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import grpc
 import pytest
 
 from common.errors import OverloadedError
-from common.grpc.status import status_details
-from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from protos.baton.v1 import decode_pb2, prefill_pb2, types_pb2
+from tests.support.fake_prefill_worker import ACCEPTED, FakePrefillWorker, prefill_workers
 from tests.worker.conftest import StartWorker, decode_request
 from tests.worker.words import REMOTE, VOCAB_SIZE
 
 Event = prefill_pb2.PrefillEvent
 Ref = types_pb2.BlockRef
-ACCEPTED = Event(accepted=prefill_pb2.PrefillAccepted(worker_id="p", epoch="e"))
+FULL = OverloadedError("full")
 
 
 def blocks(*refs: Ref, **fields: object) -> prefill_pb2.PrefillEvent:
@@ -52,39 +51,6 @@ LIES: dict[str, list[prefill_pb2.PrefillEvent]] = {
 }
 
 
-class Peer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Says its events and then nothing, until the stream ends."""
-
-    def __init__(self, events: list[prefill_pb2.PrefillEvent], refuses: bool = False) -> None:
-        self._events = events
-        self._refuses = refuses
-        self.num_asked = 0
-
-    async def Prefill(self, request_iterator, context):  # noqa: N802
-        self.num_asked += 1
-        if self._refuses:
-            error = OverloadedError("full")
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, error.message, trailing_metadata=status_details(error)
-            )
-        for event in self._events:
-            await context.write(event)
-        async for _ in request_iterator:
-            pass
-
-
-@asynccontextmanager
-async def serving(peer: Peer) -> AsyncIterator[str]:
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 << 20)])
-    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(peer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
 async def answer(
     call: grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent],
 ) -> decode_pb2.DecodeEvent:
@@ -99,9 +65,9 @@ async def test_a_lie_ends_the_lie_tellers_stream_alone(
     start_worker: StartWorker, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = await start_worker()
-    liar, honest = Peer(LIES[words]), Peer([ACCEPTED], refuses=True)
-    async with serving(liar) as bad, serving(honest) as good:
-        request = decode_request(REMOTE, 8, prefill_addresses=[bad, good])
+    liar, honest = FakePrefillWorker(LIES[words]), FakePrefillWorker(refuses=FULL)
+    async with prefill_workers(liar, honest):
+        request = decode_request(REMOTE, 8, prefill_addresses=[liar.address, honest.address])
         await answer(worker.decode.Decode(request, timeout=60))
     failures = [str(getattr(record, "reason", "")) for record in caplog.records]
     assert any(words in failure for failure in failures)
@@ -112,9 +78,9 @@ async def test_a_lie_ends_the_lie_tellers_stream_alone(
 
 async def test_a_full_prefill_worker_is_followed_by_the_next_and_then_by_ourselves(start_worker: StartWorker) -> None:
     worker = await start_worker()
-    full = [Peer([], refuses=True) for _ in range(2)]
-    async with serving(full[0]) as first, serving(full[1]) as second:
-        request = decode_request(REMOTE, 8, prefill_addresses=[first, second])
+    full = [FakePrefillWorker(refuses=FULL) for _ in range(2)]
+    async with prefill_workers(*full):
+        request = decode_request(REMOTE, 8, prefill_addresses=[one.address for one in full])
         last = await answer(worker.decode.Decode(request, timeout=60))
     assert [peer.num_asked for peer in full] == [1, 1]
     assert "RESOURCE_EXHAUSTED: full" in last.report.fallback_reason
@@ -124,8 +90,9 @@ async def test_times_and_counts_that_no_clock_gives_are_taken_for_none(start_wor
     worker = await start_worker()
     odd = token(num_cached_tokens=2**32 - 1, queue_ms=math.nan, prefill_ms=-math.inf)
     odd.first_token.blocks_ready.publish_ms = math.inf
-    async with serving(Peer([ACCEPTED, odd, token()])) as address:  # the second token ends the stream
-        last = await answer(worker.decode.Decode(decode_request(REMOTE, 8, prefill_addresses=[address]), timeout=60))
+    async with prefill_workers(FakePrefillWorker([ACCEPTED, odd, token()])) as (peer,):  # the second token ends it
+        request = decode_request(REMOTE, 8, prefill_addresses=[peer.address])
+        last = await answer(worker.decode.Decode(request, timeout=60))
     assert last.usage.cached_tokens == 8
     assert last.report.timings.prefill_ms == 0
     assert last.report.timings.queue_ms >= 0
@@ -140,7 +107,7 @@ async def test_a_leg_that_fails_by_a_defect_leaves_nobody_waiting(
 
     monkeypatch.setattr("decode_service.prefill_leg.PrefillLeg._take_in", broken)
     worker = await start_worker()
-    async with serving(Peer([ACCEPTED])) as address:
-        call = worker.decode.Decode(decode_request(REMOTE, 8, prefill_addresses=[address]), timeout=60)
+    async with prefill_workers(FakePrefillWorker()) as (peer,):
+        call = worker.decode.Decode(decode_request(REMOTE, 8, prefill_addresses=[peer.address]), timeout=60)
         last = await asyncio.wait_for(answer(call), 60)
     assert "ValueError: a defect of ours" in last.report.fallback_reason

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
 from common.errors import OverloadedError, UnavailableError
-from worker import block_feed
 from worker.block_feed import BlockChange, BlockFeed
 
 A, B, C = (bytes([number]) * 16 for number in range(3))
@@ -17,9 +17,9 @@ A, B, C = (bytes([number]) * 16 for number in range(3))
 class Engine:
     """Answers for a list when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, **bounds: Any) -> None:
         self.num_asked = 0
-        self.feed = BlockFeed(self._ask)
+        self.feed = BlockFeed(self._ask, **bounds)
 
     def _ask(self) -> None:
         self.num_asked += 1
@@ -37,9 +37,8 @@ async def begun(watch: AsyncGenerator[BlockChange, None], num: int = 1) -> async
     return task
 
 
-async def test_a_list_then_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_feed, "PIECE_NAMES", 2)
-    engine = Engine()
+async def test_a_list_then_changes() -> None:
+    engine = Engine(piece_names=2)
     feed = engine.feed
     feed.changed(A, b"")
     first, second = await begun(feed.watch(None), 2), await begun(feed.watch(None), 2)
@@ -62,9 +61,8 @@ async def test_who_knows_where_it_stopped_gets_no_list() -> None:
     assert engine.num_asked == 0
 
 
-async def test_who_reads_too_slowly_gets_a_new_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_feed, "MAX_RECENT_BYTES", 3 * BlockChange(1, A).num_bytes)
-    engine = Engine()
+async def test_who_reads_too_slowly_gets_a_new_list() -> None:
+    engine = Engine(max_recent_bytes=3 * BlockChange(1, A).num_bytes)
     watch = engine.feed.watch(0)
     for _ in range(5):
         engine.feed.changed(A, b"")
@@ -82,10 +80,8 @@ async def test_a_sequence_of_the_future_gets_a_list() -> None:
     assert await waiting == [BlockChange(0, starts_list=True)]
 
 
-async def test_watchers_and_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_feed, "MAX_WATCHERS", 1)
-    monkeypatch.setattr(block_feed, "LIST_TIMEOUT_S", 0.01)
-    engine = Engine()
+async def test_watchers_and_waits_are_bounded() -> None:
+    engine = Engine(max_watchers=1, list_timeout_s=0.01)
     waiting = await begun(engine.feed.watch(None))
     with pytest.raises(OverloadedError):
         await anext(engine.feed.watch(None))

@@ -10,9 +10,9 @@ import pytest
 from protos.baton.v1 import prefill_pb2
 from tests.cyclic_garbage import left_of_requests, old_objects_are_left_out, only_collected
 from tests.support.fake_engine import Script, answer_to
+from tests.support.fake_prefill_worker import FakePrefillWorker, prefill_workers
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.fronts import Front, read, request_of
-from tests.worker.test_hedges import Prefill, serving
 from tests.worker.test_many_calls import Stream
 from tests.worker.words import ANSWER, VOCAB_SIZE
 
@@ -77,7 +77,7 @@ async def too_late(decode: Front, prefill: Front) -> None:
 
 
 async def failed_before(decode: Front, prefill: Front) -> None:
-    async with serving(Prefill()) as (failing,):
+    async with prefill_workers(FakePrefillWorker()) as (failing,):
         failing.fails()
         told = await read(decode.decode.Decode(request_of(PROMPT, [failing, prefill])))
     assert (told.report.num_retries, told.report.prefill_worker) == (1, prefill.address)
@@ -91,7 +91,7 @@ async def unreachable_before(decode: Front, prefill: Front) -> None:
 
 
 async def broke_a_rule(decode: Front, prefill: Front) -> None:
-    async with serving(Prefill()) as (lying,):
+    async with prefill_workers(FakePrefillWorker()) as (lying,):
         lying.gives(99)
         told = await read(decode.decode.Decode(request_of(PROMPT, [lying, prefill])))
     assert (told.report.num_retries, told.report.prefill_worker) == (1, prefill.address)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,9 @@ import pytest
 from common import metrics
 from common.types import WorkerRole
 from decode_service import prefill_leg
-from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from protos.baton.v1 import decode_pb2, prefill_pb2
 from tests.support.fake_engine import Script, answer_to
+from tests.support.fake_prefill_worker import FakePrefillWorker, prefill_workers
 from tests.worker.fronts import Front, front, read, request_of, until
 from worker import shell
 
@@ -28,70 +28,15 @@ NUM_BLOCKS = 4
 LATE_S = 0.01
 
 
-class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """Accepts, and gives what it is told to give, when it is told to."""
-
-    def __init__(self) -> None:
-        self.address = ""
-        self.num_asked = 0
-        self.heard: list[prefill_pb2.PrefillRequest] = []
-        self.has_ended = False
-        self._says: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
-
-    def says(self, **event: object) -> None:
-        self._says.put_nowait(prefill_pb2.PrefillEvent(**event))  # type: ignore[arg-type]
-
-    def gives(self, *indexes: int, token: bool = False) -> None:
-        refs = [types_pb2.BlockRef(index=index, block_hash=bytes(16)) for index in indexes]
-        ready = prefill_pb2.BlocksReady(blocks=refs)
-        if token:
-            first = types_pb2.SampledToken(token_id=answer_to(PROMPT, 1)[0])
-            self.says(first_token=prefill_pb2.FirstToken(token=first, blocks_ready=ready))
-        else:
-            self.says(blocks_ready=ready)
-
-    def gives_all(self) -> None:
-        self.gives(*range(NUM_BLOCKS), token=True)
-
-    def fails(self) -> None:
-        self._says.put_nowait(None)
-
-    def heard_of(self, kind: str) -> list[prefill_pb2.PrefillRequest]:
-        return [message for message in self.heard if message.HasField(kind)]  # type: ignore[arg-type]
-
-    async def Prefill(self, request_iterator, context):  # noqa: N802
-        self.num_asked += 1
-        self.says(accepted=prefill_pb2.PrefillAccepted(worker_id="p", epoch="e"))
-        speaking = asyncio.create_task(self._speak(context))
-        try:
-            async for message in request_iterator:
-                self.heard.append(message)
-        finally:
-            speaking.cancel()
-            self.has_ended = True
-
-    async def _speak(self, context: grpc.aio.ServicerContext) -> None:
-        while (event := await self._says.get()) is not None:
-            await context.write(event)
-        await context.abort(grpc.StatusCode.INTERNAL, "it was told to fail")
+FIRST_TOKEN = answer_to(PROMPT, 1)[0]
 
 
-@asynccontextmanager
-async def serving(*workers: Prefill) -> AsyncIterator[list[Prefill]]:
-    server = [grpc.aio.server() for _ in workers]
-    for one, worker in zip(server, workers, strict=True):
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, one)
-        worker.address = f"127.0.0.1:{one.add_insecure_port('127.0.0.1:0')}"
-        await one.start()
-    try:
-        yield list(workers)
-    finally:
-        for one in server:
-            await one.stop(None)
+def gives_all(worker: FakePrefillWorker) -> None:
+    worker.gives(*range(NUM_BLOCKS), token=FIRST_TOKEN)
 
 
 def hedged(
-    *workers: Prefill | Front, script: Script | None = None, late_s: float = LATE_S, **fields: object
+    *workers: FakePrefillWorker | Front, script: Script | None = None, late_s: float = LATE_S, **fields: object
 ) -> decode_pb2.DecodeRequest:
     return request_of(PROMPT, list(workers), script, hedge_after_s=late_s, **fields)
 
@@ -102,7 +47,7 @@ def hedges(outcome: str) -> float:
 
 async def test_the_second_one_goes_on_if_the_first_stalls(decode: Front, prefill: Front) -> None:
     num_asked, num_won = hedges("asked"), metrics.worker_hedges_won._value.get()
-    async with serving(Prefill()) as (stalled,):
+    async with prefill_workers(FakePrefillWorker()) as (stalled,):
         told = await read(decode.decode.Decode(hedged(stalled, prefill)))
         await until(lambda: stalled.has_ended, "the first stream has ended")
         assert stalled.heard_of("release")
@@ -118,13 +63,13 @@ async def test_the_second_one_goes_on_if_the_first_stalls(decode: Front, prefill
 
 @pytest.mark.parametrize("token_first", [True, False])
 async def test_the_first_one_goes_on_if_it_gives_something_before_the_second(decode: Front, token_first: bool) -> None:
-    async with serving(Prefill(), Prefill()) as (late, other):
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as (late, other):
         call = decode.decode.Decode(hedged(late, other))
         await until(lambda: other.num_asked, "the second one is asked")
-        late.gives(*() if token_first else (0, 1), token=token_first)
+        late.gives(*() if token_first else (0, 1), token=FIRST_TOKEN if token_first else None)
         await until(lambda: other.has_ended, "the second one is released")
-        other.gives_all()
-        late.gives(*range(NUM_BLOCKS) if token_first else (2, 3), token=not token_first)
+        gives_all(other)
+        late.gives(*range(NUM_BLOCKS) if token_first else (2, 3), token=None if token_first else FIRST_TOKEN)
         told = await read(call)
         assert other.heard_of("release")
     assert told.token_ids == answer_to(PROMPT, 5)
@@ -137,11 +82,11 @@ async def test_the_first_one_goes_on_if_it_gives_something_before_the_second(dec
 
 
 async def test_what_both_give_at_once_counts_once(decode: Front) -> None:
-    async with serving(Prefill(), Prefill()) as workers:
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as workers:
         call = decode.decode.Decode(hedged(*workers))
         await until(lambda: workers[1].num_asked, "the second one is asked")
         for worker in workers:
-            worker.gives_all()
+            gives_all(worker)
         told = await read(call)
         await until(lambda: all(worker.has_ended for worker in workers), "both streams have ended")
     assert told.token_ids == answer_to(PROMPT, 5)
@@ -162,32 +107,32 @@ async def test_who_has_given_a_block_is_not_late(decode: Front, monkeypatch: pyt
         return set(), set(tasks)
 
     monkeypatch.setattr(prefill_leg, "asyncio", SimpleNamespace(**{**vars(asyncio), "wait": wait}))
-    async with serving(Prefill(), Prefill()) as (slow, other):
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as (slow, other):
         slow.gives(0)  # as soon as it is asked
         call = decode.decode.Decode(hedged(slow, other))
         await time_is_over.wait()
-        slow.gives(1, 2, 3, token=True)
+        slow.gives(1, 2, 3, token=FIRST_TOKEN)
         told = await read(call)
         assert other.num_asked == 0
     assert told.report.num_hedges == 0
 
 
 async def test_nobody_else_is_asked_unless_the_router_says_when(decode: Front) -> None:
-    async with serving(Prefill(), Prefill()) as (slow, other):
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as (slow, other):
         call = decode.decode.Decode(request_of(PROMPT, [slow, other]))
         await until(lambda: slow.num_asked, "it is asked")
         await asyncio.sleep(0.05)
         assert other.num_asked == 0
-        slow.gives_all()
+        gives_all(slow)
         assert (await read(call)).report.num_hedges == 0
 
 
 async def test_one_other_is_asked_at_most(decode: Front) -> None:
-    async with serving(Prefill(), Prefill(), Prefill()) as workers:
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker(), FakePrefillWorker()) as workers:
         call = decode.decode.Decode(hedged(*workers))
         await until(lambda: workers[1].num_asked, "the second one is asked")
         await asyncio.sleep(0.05)
-        workers[0].gives_all()
+        gives_all(workers[0])
         await read(call)
         assert [worker.num_asked for worker in workers] == [1, 1, 0]
 
@@ -198,23 +143,23 @@ async def test_no_more_are_asked_than_the_budget_has(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shell, "HEDGE_WINDOW_S", 1e3)  # one, and the next in a quarter of an hour
     async with front(WorkerRole.DECODE, tmp_path) as decode:
         for num_hedges in (1, 0):
-            async with serving(Prefill(), Prefill()) as (late, other):
+            async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as (late, other):
                 num_refused = hedges("refused")
                 call = decode.decode.Decode(hedged(late, other, request_id=f"r{num_hedges}"))
                 await until(lambda other=other, n=num_refused: other.num_asked or hedges("refused") > n, "it is late")
-                late.gives_all()
+                gives_all(late)
                 told = await read(call)
                 assert (told.report.num_hedges, other.num_asked) == (num_hedges, num_hedges)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_one_that_fails_leaves_it_to_the_other(decode: Front, failing: int) -> None:
-    async with serving(Prefill(), Prefill(), Prefill()) as workers:
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker(), FakePrefillWorker()) as workers:
         call = decode.decode.Decode(hedged(*workers))
         await until(lambda: workers[1].num_asked, "the second one is asked")
         workers[failing].fails()
         await until(lambda: decode.told("PrefillLeaseEnded"), "it has failed")
-        workers[1 - failing].gives_all()
+        gives_all(workers[1 - failing])
         told = await read(call)
         assert workers[2].num_asked == 0
     assert told.report.prefill_worker == workers[1 - failing].address
@@ -225,13 +170,13 @@ async def test_one_that_fails_leaves_it_to_the_other(decode: Front, failing: int
 
 
 async def test_if_both_fail_a_third_one_is_asked(decode: Front) -> None:
-    async with serving(Prefill(), Prefill(), Prefill()) as workers:
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker(), FakePrefillWorker()) as workers:
         call = decode.decode.Decode(hedged(*workers))
         await until(lambda: workers[1].num_asked, "the second one is asked")
         for worker in workers[:2]:
             worker.fails()
         await until(lambda: workers[2].num_asked, "the third one is asked")
-        workers[2].gives_all()
+        gives_all(workers[2])
         told = await read(call)
     assert (told.report.prefill_worker, told.report.num_retries) == (workers[2].address, 1)
     assert sorted(told.blamed) == sorted(worker.address for worker in workers[:2])
@@ -239,7 +184,7 @@ async def test_if_both_fail_a_third_one_is_asked(decode: Front) -> None:
 
 
 async def test_who_asks_first_is_lent_the_blocks(decode: Front) -> None:
-    async with serving(Prefill(), Prefill()) as workers:
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as workers:
         call = decode.decode.Decode(hedged(*workers, script=Script(num_cached=2)))
         await until(lambda: workers[1].num_asked, "the second one is asked")
         for worker in reversed(workers):
@@ -248,7 +193,7 @@ async def test_who_asks_first_is_lent_the_blocks(decode: Front) -> None:
         refused, lent = (worker.heard_of("lent")[0].lent for worker in workers)
         assert (list(refused.failed_indexes), len(refused.blocks)) == ([0, 1], 0)
         assert [ref.index for ref in lent.blocks] == [0, 1]
-        workers[0].gives(2, 3, token=True)
+        workers[0].gives(2, 3, token=FIRST_TOKEN)
         told = await read(call)
     assert (told.report.num_hedges_won, told.report.num_blocks_lent) == (0, 0)
     await decode.settled()
@@ -256,7 +201,7 @@ async def test_who_asks_first_is_lent_the_blocks(decode: Front) -> None:
 
 
 async def test_a_cancelled_request_releases_both(decode: Front) -> None:
-    async with serving(Prefill(), Prefill()) as workers:
+    async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as workers:
         call = decode.decode.Decode(hedged(*workers))
         await until(lambda: workers[1].num_asked, "the second one is asked")
         call.cancel()

@@ -7,19 +7,19 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from common.errors import StartupError
-from worker import metrics_port
 from worker.metrics_port import MetricsServer, serve_metrics
 
 PATIENCE_S = 60.0
 
 
-@pytest.fixture
-def server() -> Iterator[MetricsServer]:
-    server = serve_metrics("127.0.0.1", 0)
+@contextlib.contextmanager
+def serving(**bounds: Any) -> Iterator[MetricsServer]:
+    server = serve_metrics("127.0.0.1", 0, **bounds)
     yield server
     server.shutdown()
     server.server_close()
@@ -42,10 +42,9 @@ def until_open(server: MetricsServer, number: int) -> None:
         time.sleep(0.005)
 
 
-def test_silent_connections_keep_nobody_out(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_port, "MAX_OPEN_S", 3600.0)
-    monkeypatch.setattr(metrics_port, "MAX_CONNECTIONS", 4)
+def test_silent_connections_keep_nobody_out() -> None:
     with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(max_connections=4, max_open_s=3600.0))
         silent = [stack.enter_context(connect(server)) for _ in range(4)]
         until_open(server, 4)
         silent += [stack.enter_context(connect(server)) for _ in range(3)]
@@ -55,15 +54,15 @@ def test_silent_connections_keep_nobody_out(server: MetricsServer, monkeypatch: 
         until_open(server, 3)
 
 
-def test_no_connection_stays_open(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_connection_stays_open() -> None:
     """Not even one that says a little now and then."""
-    monkeypatch.setattr(metrics_port, "MAX_OPEN_S", 0.0)
-    with connect(server) as slow:
-        slow.sendall(b"GET /metrics HTT")
-        assert slow.recv(1) == b""
-    until_open(server, 0)
+    with serving(max_open_s=0.0) as server:
+        with connect(server) as slow:
+            slow.sendall(b"GET /metrics HTT")
+            assert slow.recv(1) == b""
+        until_open(server, 0)
 
 
-def test_a_port_that_is_taken(server: MetricsServer) -> None:
-    with pytest.raises(StartupError, match="metrics_port: cannot bind"):
+def test_a_port_that_is_taken() -> None:
+    with serving() as server, pytest.raises(StartupError, match="metrics_port: cannot bind"):
         serve_metrics("127.0.0.1", server.server_port)

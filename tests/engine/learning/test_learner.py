@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from common.batch_time import BatchTime, Regime, StepShape
 from common.batch_time_fit import MeasuredStep, fit, fit_roughly
-from common.types import SampledToken
 from engine.blocks.host_tier import BlockCopy, BlockCopyKind
 from engine.device import Ticket, do_nothing
 from engine.learning.learner import LOOK_EVERY, MIN_STEPS, REFIT_S, TRUSTED_STEPS, Learner, Source
 from engine.learning.observed_device import IDLE_S, ObservedDevice
 from engine.step import StepInput, StepOutput, StepRow
 from tests.common.test_batch_time import KEY, chunk, decodes, random_shape, truth
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import TimedDevice
 
 
 class Steps:
@@ -198,25 +197,9 @@ def test_a_handful_of_steps_give_a_rough_model() -> None:
 # ------------------------------------------------------------------------------- which steps are learned from
 
 
-class Timed(FakeDevice):
-    """Each step takes 20 ms of `now`."""
-
-    now = 0.0
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        pass
-
-    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
-        step = self._begun.pop(ticket.number)
-        self.now += 0.02
-        if self.fail_next:
-            return StepOutput(tokens=[None] * len(step.rows), failures={0: "it is on fire"})
-        return StepOutput(tokens=[SampledToken(1) for _ in step.rows], elapsed_s=0.02)
-
-
 class Observed:
     def __init__(self) -> None:
-        self.inner = Timed()
+        self.inner = TimedDevice(lambda _: 0.02)
         self.learner = learner()
         self.seen: list[bool] = []
         self.core_s, self.num_switches = 0.0, 0

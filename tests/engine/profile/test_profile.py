@@ -14,14 +14,12 @@ from common.batch_time import Regime, StepShape
 from common.batch_time_file import decode
 from common.batch_time_fit import KNOTS, fit, model_errors
 from common.config import EngineSettings
-from common.types import SampledToken
-from engine.device import Ticket, do_nothing
 from engine.profile.design import Limits, edges, random_points, rows_of
 from engine.profile.measure import Run, measure_workload
-from engine.step import StepInput, StepOutput, shape_of
+from engine.step import shape_of
 from tests.common.test_batch_time import KEY
 from tests.engine.tiny_models import make_model
-from tests.support.fake_device import BLOCK_SIZE, FakeDevice
+from tests.support.fake_device import BLOCK_SIZE, TimedDevice
 
 LIMITS = Limits(num_blocks=400, block_size=16, max_model_len=2000, vocab_size=97, max_rows=32, max_tokens=256)
 
@@ -30,17 +28,9 @@ def seconds(shape: StepShape) -> float:
     return 1e-3 + 1e-5 * shape.num_tokens + 1e-7 * (shape.decode_context + shape.chunk_pairs)
 
 
-class KnownTimes(FakeDevice):
-    """Computes nothing and says that it took `seconds` of the step's shape, times how slow the machine is."""
-
-    def __init__(self, *, num_blocks: int = 400, slowness: Callable[[int], float] = lambda step: 1.0) -> None:
-        super().__init__(num_blocks, max_model_len=num_blocks * BLOCK_SIZE)
-        self._slowness = slowness
-
-    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
-        step: StepInput = self._begun.pop(ticket.number)
-        tokens = [None if row.draw is None else SampledToken(1) for row in step.rows]
-        return StepOutput(tokens=tokens, elapsed_s=seconds(step.shape) * self._slowness(ticket.number))
+def known_times(slowness: Callable[[int], float] = lambda step: 1.0) -> TimedDevice:
+    """Steps take `seconds` of their shape, times how slow the machine is."""
+    return TimedDevice(lambda step: seconds(step.shape) * slowness(step.number), num_blocks=400)
 
 
 @pytest.mark.parametrize("limits", [LIMITS, Limits(20, 16, 64, 97, 3, 40), Limits(1, 16, 16, 97, 1, 8)])
@@ -71,7 +61,7 @@ def test_both_sides_of_every_edge_are_measured() -> None:
 
 def test_drift_of_the_machine_is_divided_out() -> None:
     """It becomes half as fast in the middle of the run."""
-    device = KnownTimes(slowness=lambda step: 2.0 if step > 900 else 1.0)
+    device = known_times(lambda step: 2.0 if step > 900 else 1.0)
     limits = Limits(400, BLOCK_SIZE, device.info.max_model_len, 97, 16, 128)
     run = Run(device, limits, seed=1, with_edges=False)
     steps = []
@@ -86,7 +76,7 @@ def test_drift_of_the_machine_is_divided_out() -> None:
 
 
 def test_the_engine_s_own_steps_are_predicted() -> None:
-    device = KnownTimes()
+    device = known_times()
     limits = Limits(400, BLOCK_SIZE, device.info.max_model_len, 97, 16, 128)
     run = Run(device, limits, seed=1, with_edges=True)
     steps = []

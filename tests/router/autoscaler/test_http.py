@@ -7,6 +7,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,9 @@ def context_of(folder: Path) -> ssl.SSLContext:
 
 
 @contextlib.asynccontextmanager
-async def serving(scheme: str, folder: Path) -> AsyncIterator[http.Server]:
+async def serving(scheme: str, folder: Path, **bounds: Any) -> AsyncIterator[http.Server]:
     context = context_of(folder) if scheme == "https" else None
-    server = http.Server("127.0.0.1:0", http.StatusPage(Board()), context=context)
+    server = http.Server("127.0.0.1:0", http.StatusPage(Board()), context=context, **bounds)
     task = asyncio.create_task(server.run())
     try:
         yield server
@@ -62,10 +63,9 @@ async def health(server: http.Server, scheme: str) -> bytes:
 
 
 @SCHEMES
-async def test_silent_connections_keep_nobody_out(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 3600.0)
-    async with asyncio.timeout(PATIENCE_S), serving(scheme, tmp_path) as server:
+async def test_silent_connections_keep_nobody_out(scheme: str, tmp_path: Path) -> None:
+    bounds = {"max_connections": 3, "head_timeout_s": 3600.0}
+    async with asyncio.timeout(PATIENCE_S), serving(scheme, tmp_path, **bounds) as server:
         silent = [await connect(server) for _ in range(6)]
         for reader, _ in silent[:3]:
             with contextlib.suppress(ConnectionError):
@@ -76,9 +76,8 @@ async def test_silent_connections_keep_nobody_out(scheme: str, tmp_path: Path, m
 
 
 @SCHEMES
-async def test_a_silent_connection_ends(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.1)
-    async with asyncio.timeout(PATIENCE_S), serving(scheme, tmp_path) as server:
+async def test_a_silent_connection_ends(scheme: str, tmp_path: Path) -> None:
+    async with asyncio.timeout(PATIENCE_S), serving(scheme, tmp_path, head_timeout_s=0.1) as server:
         reader, writer = await connect(server)
         with contextlib.suppress(ConnectionError):
             assert b"200" not in await reader.read()

@@ -31,22 +31,6 @@ WAIT_S = 30.0
 FAST = {"http_listen": "127.0.0.1:0", "keda_listen": "127.0.0.1:0", "scale_up_delay": 0, "scale_down_delay": 0}
 
 
-class LoadedWorker(FakeWorker):
-    """Reports whatever load it is given."""
-
-    def __init__(self, role: WorkerRole) -> None:
-        super().__init__(role)
-        self.load = worker_pb2.WorkerLoad(num_blocks=100, num_free_blocks=100)
-
-    def _load(self) -> worker_pb2.WorkerLoad:
-        load = worker_pb2.WorkerLoad(state=self.state, epoch=self.epoch)
-        load.MergeFrom(self.load)
-        return load
-
-    def report(self, **counts: int) -> None:
-        self.change(load=worker_pb2.WorkerLoad(num_blocks=100, **counts))
-
-
 class Running:
     def __init__(self, addresses: dict[str, str], channel: grpc.aio.Channel) -> None:
         self.addresses = addresses
@@ -91,15 +75,15 @@ async def autoscaler(**settings: object) -> AsyncIterator[Running]:
             await task
 
 
-StartLoaded = Callable[[WorkerRole], Awaitable[LoadedWorker]]
+StartLoaded = Callable[[WorkerRole], Awaitable[FakeWorker]]
 
 
 @pytest.fixture
 async def start_loaded() -> AsyncIterator[StartLoaded]:
     async with AsyncExitStack() as stack:
 
-        async def start(role: WorkerRole) -> LoadedWorker:
-            worker = LoadedWorker(role)
+        async def start(role: WorkerRole) -> FakeWorker:
+            worker = FakeWorker(role)
             await worker.start()
             stack.push_async_callback(worker.stop)
             return worker
@@ -250,7 +234,7 @@ async def test_keda_needs_a_certificate_if_the_fleet_has_them(tmp_path: Path) ->
     names = {"tls_cert": "tls.crt", "tls_key": "tls.key", "tls_ca": "ca.crt"}
     files = {field: str(tmp_path / name) for field, name in names.items()}
     ca, cert, key = ((tmp_path / names[name]).read_bytes() for name in ("tls_ca", "tls_cert", "tls_key"))
-    worker = LoadedWorker(WorkerRole.DECODE)
+    worker = FakeWorker(WorkerRole.DECODE)
     await worker.start(tls=TlsFiles(*files.values()))
     try:
         worker.report(num_free_blocks=60, num_requests_running=7)
