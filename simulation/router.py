@@ -10,7 +10,7 @@ import grpc
 from common.batch_time import BatchTime
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
-from router.fleet.endpoint import Endpoint
+from router.fleet.fleet import Fleet
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.worker import Sent, WorkerRecord
 from router.fleet.worker_watch import REPORT_LAG_S
@@ -18,6 +18,7 @@ from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.running.routes import load_of
 
 FINGERPRINT = "simulation"
+SWEEP_BLOCKS = 2**16
 
 
 class SimulatedRouter:
@@ -26,6 +27,8 @@ class SimulatedRouter:
         self._block_size = block_size
         self._index = PrefixIndex()
         self._records: dict[str, WorkerRecord] = {}
+        self._fleet: Fleet | None = None  # None: workers have come or gone
+        self._changed: set[str] = set()  # addresses of workers that `_fleet` is to be told of
 
     def add(self, address: str, role: WorkerRole, time: BatchTime | None, max_model_len: int) -> None:
         """`time`: None if the worker says nothing of how long its steps take."""
@@ -40,29 +43,31 @@ class SimulatedRouter:
             address, role, no_channel, 0, info=info, batch_time=time, state=WorkerState.READY
         )
         self._index.reset(address)
+        self._fleet = None
 
     def drain(self, address: str) -> None:
         """The worker gets no further request."""
         self._records[address].state = WorkerState.DRAINING
+        self._changed.add(address)
 
     def remove(self, address: str) -> None:
         del self._records[address]
+        self._changed.discard(address)
         self._index.forget(address)
+        while self._index.sweep(SWEEP_BLOCKS):
+            pass
+        self._fleet = None
 
     def report_load(self, address: str, load: WorkerLoad, now: float) -> None:
         record = self._records[address]
         record.load = load
+        self._changed.add(address)
         for key in [key for key, sent in record.sent.items() if sent.at < now - REPORT_LAG_S]:
             record.reported(key)
 
     def report_blocks(self, address: str, stored: bytes, removed: bytes) -> None:
         self._index.remove(address, removed)
         self._index.store(address, stored)
-
-    def sweep(self) -> None:
-        """Frees what is left of workers that are gone."""
-        while self._index.sweep(2**16):
-            pass
 
     def pick(
         self,
@@ -84,10 +89,11 @@ class SimulatedRouter:
             cached_blocks=self._index.match(block_names, now),
             session=session,
         )
-        decision = self._policy.pick(wanted, self._endpoints())
+        decision = self._policy.pick(wanted, self._told())
         for address, num_missing in load_of(decision).items():
             self._index.expect(address, block_names, now)
             self._records[address].send(key, Sent(now, num_missing))
+            self._changed.add(address)
         return decision
 
     def ended(self, key: object, decision: RoutingDecision) -> None:
@@ -95,6 +101,14 @@ class SimulatedRouter:
             if record := self._records.get(address):
                 record.reported(key)
                 record.running.discard(key)
+                self._changed.add(address)
 
-    def _endpoints(self) -> list[Endpoint]:
-        return [record.endpoint() for record in self._records.values()]
+    def _told(self) -> Fleet:
+        """The fleet as it is known now."""
+        if self._fleet is None:
+            self._fleet = Fleet(record.endpoint() for record in self._records.values())
+        else:
+            for address in self._changed:
+                self._fleet.update(self._records[address].endpoint())
+        self._changed.clear()
+        return self._fleet

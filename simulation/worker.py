@@ -32,40 +32,32 @@ class _Leap:
     """Steps of one batch that are not computed one by one."""
 
     def __init__(self, time: BatchTime, shape: StepShape, num_steps: int, start: float, host_s: float) -> None:
+        """Contexts grow by one token in each step, so times grow evenly: they are predicted for the first step and the
+        one after the last."""
+        after = StepShape(
+            num_decodes=shape.num_decodes,
+            decode_context=shape.decode_context + num_steps * shape.num_decodes,
+            longest_context=shape.longest_context + num_steps,
+            num_head_rows=shape.num_head_rows,
+        )
         self.num_steps = num_steps
         self.start = start
-        self._host_s = host_s
-        self._time = time
-        self._shape = shape
-        self._first_s = self._step_s(0)
-        self._mean_s = self.seconds(num_steps) / num_steps
-
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds(self.num_steps)
+        self._first_s = time.seconds(shape) + host_s
+        self._growth_s = (time.seconds(after) + host_s - self._first_s) / num_steps  # from step to step
+        self.end = start + self.seconds(num_steps)
 
     def seconds(self, num_steps: int) -> float:
-        """Of the first steps together: contexts grow by one token in each, so times grow evenly."""
-        return num_steps * ((self._first_s + self._step_s(max(num_steps - 1, 0))) / 2 + self._host_s)
+        """Of the first steps together."""
+        return num_steps * (self._first_s + self._growth_s * (num_steps - 1) / 2)
 
     def num_done(self, now: float) -> int:
         """Steps that have ended by then."""
-        num = min(int((now - self.start) / self._mean_s), self.num_steps)
+        num = min(int((now - self.start) / self._first_s), self.num_steps)
         while num < self.num_steps and self.start + self.seconds(num + 1) <= now:
             num += 1
         while num and self.start + self.seconds(num) > now:
             num -= 1
         return num
-
-    def _step_s(self, number: int) -> float:
-        shape = self._shape
-        return self._time.seconds(
-            replace(
-                shape,
-                decode_context=shape.decode_context + number * shape.num_decodes,
-                longest_context=shape.longest_context + number,
-            )
-        )
 
 
 class SimulatedWorker:

@@ -41,7 +41,7 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     from rich.progress import Progress
 
     from simulation.report import page
-    from simulation.scenario import run
+    from simulation.scenario import run, slo_of
 
     logging.getLogger("engine").setLevel(
         logging.ERROR
@@ -52,7 +52,7 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
         results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
     if settings.out is not None:
         try:
-            Path(settings.out).write_text(page(results), encoding="utf-8")
+            Path(settings.out).write_text(page(results, slo_of(settings.goodput)), encoding="utf-8")
         except OSError as error:
             raise StartupError(f"{settings.out} cannot be written: {error.strerror}") from error
     if as_json:

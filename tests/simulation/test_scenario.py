@@ -76,7 +76,11 @@ def test_the_command_plays_a_trace_to_two_fleets(tmp_path: Path, capsys: pytest.
     assert (one["workers"], two["workers"]["decode"]) == ({"prefill": 1, "decode": 1, "both": 0}, 2)
     assert one["requests"] == 2
     assert one["good_share"] == 1.0
-    assert "p99_ttft_ms" in report.read_text()
+    text = report.read_text()
+    assert text.count("<polyline") == 8  # two fleets: three distributions, and what was under way
+    assert "good answers (up) by worker hours" in text
+    assert "TTFT up to 500 ms, TPOT up to 50 ms" in text
+    assert "p99_ttft_ms" in text
     assert main([*command, "--goodput", "e2e:0.1"]) == 0
     out = capsys.readouterr().out
     assert "1P + 2D" in out
