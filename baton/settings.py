@@ -100,6 +100,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "generate": GENERATE_SETTINGS,
     "status": ClientSettings,
     "trace": ClientSettings,
+    "top": ClientSettings,
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,
     "doctor": UP_SETTINGS,

@@ -19,6 +19,7 @@ from baton.cli.profile import PROFILE
 from baton.cli.replay import REPLAY
 from baton.cli.serve import SERVE_COMMANDS
 from baton.cli.simulate import SIMULATE
+from baton.cli.top import TOP
 
 ENTRY_POINTS = "baton.commands"
 
@@ -57,7 +58,8 @@ GROUP = _Group(
     "  baton doctor                  what this machine has, and lacks\n"
     "  baton COMMAND --help          everything a command can be told",
     commands={
-        command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS, DOCTOR, PROFILE, REPLAY, SIMULATE)
+        command.name or "": command
+        for command in (*SERVE_COMMANDS, *ASK_COMMANDS, TOP, DOCTOR, PROFILE, REPLAY, SIMULATE)
     },
 )
 

@@ -95,8 +95,8 @@ class Live:
         self._view_s = gateway.admission.gate.limits.answer_timeout_s / 2  # then the page asks again
         self._samples: deque[Row] = deque(maxlen=MAX_SAMPLES)
         self._seen = _Seen()
-        self._look = _Look(0, b"")
-        self._is_fresh = False  # whether `_look` is that of somebody who watches now
+        self._latest = _Look(0, b"")
+        self._is_fresh = False  # whether `_latest` was made for somebody who watches now
         self._num_viewers = 0
         self._wanted = asyncio.Event()  # somebody watches
         self._looked = asyncio.Event()
@@ -107,7 +107,7 @@ class Live:
         try:
             while True:
                 try:
-                    await self._look_again()
+                    await self.look()
                 except UnavailableError as error:  # another process does not answer just now
                     log.warning("the live page misses a look", extra={"reason": error.message})
                 except Exception:
@@ -131,10 +131,11 @@ class Live:
             raise ForbiddenError("the fleet is shown to an operator's key (operator=true in the file of keys)")
         if self._num_viewers >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} pages watch this router already", 5.0)
-        parts = self._parts()
+        parts = self.parts()
         return EventStream(await anext(parts), parts, {})
 
-    async def _parts(self) -> AsyncGenerator[bytes, None]:
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """The events for one viewer."""
         until = time.monotonic() + self._view_s
         self._num_viewers += 1
         self._wanted.set()
@@ -144,7 +145,7 @@ class Live:
             if not self._is_fresh:
                 await self._looked.wait()
             while not self._has_ended and time.monotonic() < until:
-                look = self._look
+                look = self._latest
                 if look.number == number + 1:
                     yield look.change
                 elif look.number != number:
@@ -158,7 +159,8 @@ class Live:
 
     # ------------------------------------------------------------------------------------------------ a look
 
-    async def _look_again(self) -> None:
+    async def look(self) -> None:
+        """Tells all viewers what has changed; takes a sample if it is time for one."""
         endpoints = self._registry.endpoints()
         shares = await self._gateway.process.ask(self._query)
         sample = self._sample(endpoints, shares)
@@ -185,7 +187,7 @@ class Live:
         told["running"] = seen.running = _newest(shares)
         seen.rows, seen.about = rows, about
         seen.infos = {address: info for address, info in (seen.infos | infos).items() if address in rows}
-        self._look = _Look(self._look.number + 1, _event("change", told))
+        self._latest = _Look(self._latest.number + 1, _event("change", told))
         self._is_fresh = True
         self._looked.set()
         self._looked.clear()

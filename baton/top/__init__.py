@@ -1,0 +1,1 @@
+"""`baton top`: the fleet and the last requests in a terminal, kept up to date."""
