@@ -18,6 +18,8 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
+log = logging.getLogger(__name__)
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -108,7 +110,22 @@ def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    _settled.clear()
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_for_operators)
+
+
+_settled: list[int] = []  # the level that holds again after debug lines; empty while that holds
+
+
+def flip_debug() -> None:
+    """Shows debug lines from now on; called again, those of the level that held before."""
+    root = logging.getLogger()
+    if _settled:
+        root.setLevel(_settled.pop())
+    else:
+        _settled.append(root.level)
+        root.setLevel(logging.DEBUG)
+    log.warning("another log level", extra={"least_severe": logging.getLevelName(root.level).lower()})
 
 
 _OF_CLIENTS = (

@@ -25,7 +25,7 @@ from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, ConfigError
 from common.grpc.options import LOSS_NOTICED_S
-from common.logs import setup_logging
+from common.logs import flip_debug, setup_logging
 from common.metric_relay import MetricRelay
 from common.process.tasks import end_with_threads
 from common.types import WorkerLoad
@@ -84,6 +84,8 @@ def main() -> int:
     bootstrap = msgspec.json.decode(sys.stdin.readline(), type=Bootstrap)
     settings = WorkerSettings.model_validate_json(bootstrap.settings)
     setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, lambda _number, _frame: flip_debug())
     is_pinned = _pin(settings.cpu_cores)
     _die_with_parent()
     end_with_threads()  # without a connector's thread its transfers would never end

@@ -16,12 +16,14 @@ from common.grpc.health import NOT_SERVING, SERVING, Health
 from common.grpc.options import client_server_options
 from common.grpc.server import make_server, until_ended
 from common.grpc.transport import Channels
+from common.logs import flip_debug
 from common.process.allocator import keep_few_arenas
 from common.process.open_files import allow_open_files
 from common.process.tasks import VitalTasks, count_tasks
 from common.process.unix_sockets import remove, socket_path
 from common.tls import serving_files
 from common.trace_settings import make_trace_export
+from router.api.access_log import AccessLog, AccessLogMiddleware
 from router.api.api_keys import ApiKeys
 from router.api.grpc_auth import KeyInterceptor
 from router.api.grpc_services import DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
@@ -45,7 +47,7 @@ from router.reload import Reload, SettingsFile
 from router.running.retries import DispatchLimits
 from router.running.threads import TextThreads
 from router.serving.gateway import Gateway
-from router.stop_signals import hang_up_signal, stop_signals
+from router.stop_signals import hang_up_signal, level_signal, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -122,17 +124,19 @@ async def serve(
         )
         grpc_port = bind(grpc_server, process.grpc_listen, tls)
         views = WorkerViews(registry, process)
-        add_services(grpc_server, gateway, registry, views, health)
+        access_log = AccessLog(settings.access_log) if settings.access_log else None
+        add_services(grpc_server, gateway, registry, views, health, access_log)
         probed = bind_health(process.health_listen, health, shared=shared)
         if not process.is_replacement:
             stack.push_async_callback(registry.close)
             registry.start()
 
         live = Live(gateway, registry, views, settings.processes) if settings.ui else None
-        app = _around(LimitMiddleware(make_app(gateway, settings.root_path, live), gate), settings, keys)
+        app = _around(LimitMiddleware(make_app(gateway, settings.root_path, live), gate), settings, keys, access_log)
         connections = Connections(process.max_connections, settings.receive_timeout)
         web = WebServer(http_socket, app, connections, None if tls is None else tls.server_context())
-        with stop_signals(stop), hang_up_signal(functools.partial(_look_at_files, reload, quotas, keys)):
+        look = functools.partial(_look_at_files, reload, quotas, keys)
+        with stop_signals(stop), hang_up_signal(look), level_signal(flip_debug):
             process.takes_signals()
             health.renew = functools.partial(_set_health, health, gateway)
             health.renew()
@@ -175,7 +179,7 @@ async def serve(
         log.info("router ended")
 
 
-def _around(app: ASGIApp, settings: RouterSettings, keys: ApiKeys | None) -> ASGIApp:
+def _around(app: ASGIApp, settings: RouterSettings, keys: ApiKeys | None, access_log: AccessLog | None) -> ASGIApp:
     """`app` behind what each request passes first. Raises `ConfigError`."""
     if keys is not None:
         app = KeyMiddleware(app, keys)
@@ -183,7 +187,9 @@ def _around(app: ASGIApp, settings: RouterSettings, keys: ApiKeys | None) -> ASG
         app = PageFiles(app, settings.root_path)
     if settings.cors_origins or settings.cors_credentials:
         app = CorsMiddleware(app, settings.cors_origins, credentials=settings.cors_credentials)
-    return RootPathMiddleware(app, settings.root_path) if settings.root_path else app
+    if settings.root_path:
+        app = RootPathMiddleware(app, settings.root_path)
+    return app if access_log is None else AccessLogMiddleware(app, access_log)
 
 
 async def _join(

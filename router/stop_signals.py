@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as an event, for processes that drain; SIGHUP as a call, for those that read files again."""
+"""SIGTERM and SIGINT as an event, for processes that drain; SIGHUP and SIGUSR1 as calls, for files and log levels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 
 @contextlib.contextmanager
@@ -24,18 +25,28 @@ def stop_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-@contextlib.contextmanager
-def hang_up_signal(look: Callable[[], None]) -> Iterator[None]:
+def hang_up_signal(look: Callable[[], None]) -> AbstractContextManager[None]:
     """SIGHUP calls `look`; without a handler it would end the process. In other threads than the main one this changes
     nothing."""
+    return _calls("SIGHUP", look)
+
+
+def level_signal(flip: Callable[[], None]) -> AbstractContextManager[None]:
+    """The same of SIGUSR1 and `flip`, which changes which log lines are shown."""
+    return _calls("SIGUSR1", flip)
+
+
+@contextlib.contextmanager
+def _calls(name: str, act: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
+    number: signal.Signals | None = getattr(signal, name, None)  # Windows has neither
     is_installed = False
-    if hasattr(signal, "SIGHUP"):
+    if number is not None:
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-            loop.add_signal_handler(signal.SIGHUP, look)
+            loop.add_signal_handler(number, act)
             is_installed = True
     try:
         yield
     finally:
-        if is_installed:
-            loop.remove_signal_handler(signal.SIGHUP)
+        if number is not None and is_installed:
+            loop.remove_signal_handler(number)

@@ -69,6 +69,10 @@ class EngineClient:
         """Waits until the model is loaded. Raises `StartupError` with the engine's own reason."""
         return await asyncio.shield(self._ready)
 
+    def flip_debug(self) -> None:
+        """See `common.logs`. Call it once the engine is ready: before, it may not have a handler yet."""
+        self._process.flip_debug()
+
     async def stop(self) -> None:
         """Ends the engine process."""
         self._tasks.cancel()

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -89,6 +90,10 @@ class EngineProcess:
         """Waits for the process to end. Returns its exit code."""
         assert self._process is not None  # noqa: S101 (the process has started)
         return await self._process.wait()
+
+    def flip_debug(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         if self._process is not None:

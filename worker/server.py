@@ -128,6 +128,7 @@ def _drain_on_signals(worker: Worker) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, worker.drain_requested.set)
+    loop.add_signal_handler(signal.SIGUSR1, worker.flip_debug)
 
 
 async def _wait_for_end(worker: Worker) -> bool:

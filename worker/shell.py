@@ -26,6 +26,7 @@ from common.errors import (
     error_of,
 )
 from common.grpc.transport import Channels
+from common.logs import flip_debug
 from common.model_files import broken_template
 from common.retry_budget import RetryBudget
 from common.tracing import RequestSpans, SpanSink, Traced, sampled_context
@@ -169,6 +170,11 @@ class Worker:
             if not num_left or time.monotonic() >= deadline:
                 return num_left
             await asyncio.sleep(STORED_POLL_S)
+
+    def flip_debug(self) -> None:
+        """This process and its engine show debug lines, or show them no longer."""
+        flip_debug()
+        self.engine.flip_debug()
 
     def traced(self, traceparent: str, tracestate: str) -> RequestSpans | None:
         """Takes spans of a request whose caller says that it is sampled; None if they would go nowhere."""

@@ -106,6 +106,12 @@ class ObserveSettings(TraceSettings):
         "are; as OTEL_TRACES_SAMPLER says if unset, or else all",
     )
     trace_content: bool = Field(False, description="spans hold prompts and answers")
+    access_log: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the calls that have a line in the log; if not 0, so have all that end with 5xx",
+    )
     per_request_metrics: bool = Field(
         False, description="REST answers have metrics, of their own times, unless a request says include_metrics: false"
     )

@@ -17,6 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from common.errors import DeadlineError, InvalidArgumentError
 from common.grpc.calls import Context, handle_call, receive, send
 from common.grpc.server import add_handlers
+from router.api.access_log import AccessLog
 from router.api.api_keys import current_client
 from router.api.grpc_parser import Parser
 from router.limits.gate import Gate
@@ -34,13 +35,16 @@ def add_service(
     max_bytes: MaxBytes | None = None,
     *,
     endless: bool = False,
+    access_log: AccessLog | None = None,
 ) -> None:
     """`servicer` has one coroutine method, or async generator method, for each rpc of `service`.
 
-    `max_bytes` says how large a request may be; `endless` streams have no time limit.
+    `max_bytes` says how large a request may be; `endless` streams have no time limit. `access_log`: of calls.
     """
     handlers = {
-        method.name: _Handler(method, getattr(servicer, method.name), gate, max_bytes, endless=endless).registered()
+        method.name: _Handler(
+            method, getattr(servicer, method.name), gate, max_bytes, endless=endless, access_log=access_log
+        ).registered()
         for method in service.methods
     }
     add_handlers(server, service.full_name, handlers)
@@ -50,7 +54,14 @@ class _Handler:
     """One rpc."""
 
     def __init__(
-        self, method: MethodDescriptor, function: object, gate: Gate, max_bytes: MaxBytes | None, *, endless: bool
+        self,
+        method: MethodDescriptor,
+        function: object,
+        gate: Gate,
+        max_bytes: MaxBytes | None,
+        *,
+        endless: bool,
+        access_log: AccessLog | None,
     ) -> None:
         if method.client_streaming:
             raise NotImplementedError(f"{method.full_name} streams requests")
@@ -59,12 +70,15 @@ class _Handler:
         self._gate = gate
         self._max_bytes = max_bytes
         self._endless = endless
+        self._name = method.full_name
+        self._access_log = access_log
 
     def registered(self) -> grpc.RpcMethodHandler[object, object]:
         return grpc.stream_stream_rpc_method_handler(self.handle, None, _serialize)
 
     async def handle(self, _messages: object, context: Context) -> None:
-        await handle_call(context, self._run(context))
+        handling = handle_call(context, self._run(context))
+        await (handling if self._access_log is None else self._access_log.around(self._name, context, handling))
 
     async def _run(self, context: Context) -> None:
         limit_s = None if self._endless else self._gate.limits.answer_timeout_s

@@ -16,6 +16,7 @@ from common.grpc.transport import add_port, health_server
 from common.process.unix_sockets import let_group_in, make_way, socket_path
 from common.tls import TlsFiles
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
+from router.api.access_log import AccessLog
 from router.api.fleet_service import FleetService
 from router.api.grpc_handlers import add_service
 from router.api.grpc_parser import Parser
@@ -64,14 +65,20 @@ def bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.ai
 
 
 def add_services(
-    server: grpc.aio.Server, gateway: Gateway, registry: Registry, views: WorkerViews, health: Health
+    server: grpc.aio.Server,
+    gateway: Gateway,
+    registry: Registry,
+    views: WorkerViews,
+    health: Health,
+    access_log: AccessLog | None = None,
 ) -> None:
     admission = gateway.admission
     demand, fleet = DemandService(admission.demand), FleetService(registry, views, gateway.latest_requests)
     size = admission.gate.limits.max_message_bytes
     open_gate = _open_gate(size)
-    add_service(server, INFERENCE, InferenceService(gateway), admission.gate, admission.max_request_bytes)
-    add_service(server, ROUTER, fleet, admission.gate)
+    inference, most = InferenceService(gateway), admission.max_request_bytes
+    add_service(server, INFERENCE, inference, admission.gate, most, access_log=access_log)
+    add_service(server, ROUTER, fleet, admission.gate, access_log=access_log)
     add_service(server, DEMAND, demand, open_gate, endless=True)
     add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out
     names = (*(service.full_name for service in SERVICES), *REFLECTION)

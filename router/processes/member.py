@@ -35,7 +35,7 @@ BEAT_S = 1.0
 PARENT_SILENT_BEATS = 60  # own ones without one of the parent, after which this process ends, as if that were gone
 SAY_TIMEOUT_S = 1.0
 ASK_TIMEOUT_S = 5.0  # the parent waits for each process for less
-SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 NOT_READY, PID = "not ready", "pid"  # in the ledger
 
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from common.config import RouterSettings
 from common.errors import BatonError, OverloadedError, StartupError
+from common.logs import flip_debug
 from common.process.restarts import WINDOW_S, Restarts
 from common.process.tasks import VitalTasks
 from router.limits.request_queue import RequestQueue
@@ -32,7 +33,7 @@ from router.processes.ports import held
 from router.processes.shared_folder import shared_folder
 from router.processes.shared_ledger import SharedLedger
 from router.reload import SettingsFile
-from router.stop_signals import hang_up_signal, stop_signals
+from router.stop_signals import hang_up_signal, level_signal, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class _Parent:
 
     async def serve(self) -> None:
         stop = asyncio.Event()
-        with stop_signals(stop), hang_up_signal(self._pass_on_hang_up):
+        with stop_signals(stop), hang_up_signal(self._pass_on_hang_up), level_signal(self._flip_debug):
             for number in range(self._spec.num_processes):
                 self._vital.start(self._keep(number), name=f"process {number + 1}")
             self._vital.start(self._watch_silence(), name="signs of life")
@@ -124,11 +125,19 @@ class _Parent:
             raise StartupError("processes of the router did not end in time, and were killed")
         log.info("router ended")
 
+    def _flip_debug(self) -> None:
+        """SIGUSR1: all processes show debug lines, or show them no longer."""
+        flip_debug()
+        self._pass_on(signal.SIGUSR1)
+
     def _pass_on_hang_up(self) -> None:
         """SIGHUP: the processes read their files again."""
+        self._pass_on(signal.SIGHUP)
+
+    def _pass_on(self, number: signal.Signals) -> None:
         for child in self._children.values():
             if child.listens:
-                child.send_signal(signal.SIGHUP)
+                child.send_signal(number)
 
     async def _drain(self) -> bool:
         """Drains all processes at once. Returns whether they ended in time."""

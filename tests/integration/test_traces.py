@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 from collections.abc import Iterator, Mapping
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
-from tests.integration.stack import Fleet, running
+from tests.integration.stack import Fleet, running, wait_for
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs opentelemetry's exporters")
 
@@ -137,3 +138,11 @@ def test_one_request_is_one_trace(fleet: TracedFleet) -> None:
     assert last.status_code == 200
     fleet.collector.of("d" * 32, SERVICES)
     assert {span.trace_id for span in fleet.collector.spans} == {one * 32 for one in "abd"}
+
+
+def test_a_signal_shows_debug_lines_of_a_worker_and_its_engine(fleet: TracedFleet) -> None:
+    process = fleet.members[0].process
+    for number in (1, 2):
+        process.popen.send_signal(signal.SIGUSR1)
+        wait_for("both say so", lambda: process.log.read_text().count("another log level") == 2 * number)  # noqa: B023
+    assert process.log.read_text().count("least_severe=debug") == 2
