@@ -27,7 +27,7 @@ from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
 from engine.reports import report_not_stored, report_preempted, report_settled, report_unreachable
-from engine.sampling.grammars import Compiler, PendingGrammars
+from engine.sampling.grammars import Compiler, GrammarBounds, PendingGrammars
 from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.ngram import NgramDrafter
@@ -62,6 +62,7 @@ class EngineCore:
         store: KVConnector | None = None,
         read_commands: Callable[[], None] = lambda: None,
         compile_grammar: Compiler | None = None,
+        grammar_bounds: GrammarBounds | None = None,
         drafter: Drafter | None = None,
         batch_time: Callable[[], BatchTime | None] = lambda: None,
     ) -> None:
@@ -94,7 +95,7 @@ class EngineCore:
         self.remote_kv = RemoteKV(connector, store, self.blocks, clock, self._emit)
         self._arrivals = Arrivals(
             self.remote_kv.lookups,
-            None if compile_grammar is None else PendingGrammars(compile_grammar, clock, wake),
+            None if compile_grammar is None else PendingGrammars(compile_grammar, clock, wake, grammar_bounds),
             max_model_len=info.max_model_len,
             hidden_size=info.hidden_size,
             clock=clock,

@@ -3,7 +3,7 @@
 A request waits here as WAITING_FOR_GRAMMAR, before it waits for anything else. What a grammar may cost is bounded: its
 size (`common.guided`), time, memory and stack of compiling it (`common.grammar_process`: in a process of its own, which
 ends if they are used up), the compiler's work (llguidance's limits: fuel, states, items), the time a request waits
-(`COMPILE_TIMEOUT_S`), how many wait (`MAX_PENDING`), and how many are kept.
+(`COMPILE_TIMEOUT_S`), how many wait, and how many are kept (`GrammarBounds`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ from engine.sampling.guide import Guide
 
 log = logging.getLogger(__name__)
 
-NUM_THREADS = 2
-MAX_PENDING = 64  # grammars that are compiled or wait for it
-MAX_KEPT = 256
-MAX_KEPT_CHARS = 8 * 2**20  # of all grammars that are kept; what they take is some times that
-MAX_KEPT_BYTES = 256 * 2**20  # that all kept grammars took when they were compiled, about
 COMPILE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GrammarBounds:
+    num_threads: int = 2
+    max_pending: int = 64  # grammars that are compiled or wait for it
+    max_kept: int = 256
+    max_kept_chars: int = 8 * 2**20  # of all grammars that are kept; what they take is some times that
+    max_kept_bytes: int = 256 * 2**20  # that all kept grammars took when they were compiled, about
 
 
 class Compiler(Protocol):
@@ -115,8 +119,15 @@ class Answered:
 class PendingGrammars:
     """Requests whose grammars are being compiled. Only the engine's thread may call it."""
 
-    def __init__(self, compiler: Compiler, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        bounds: GrammarBounds | None = None,
+    ) -> None:
         """`wake` is called on any thread when a grammar is done."""
+        self._bounds = bounds or GrammarBounds()
         self._compiler = compiler
         self._clock = clock
         self._wake = wake
@@ -145,11 +156,11 @@ class PendingGrammars:
         elif (pending := self._pending.get(guided)) is not None:
             pending.requests[request.request_id] = request
             metrics.worker_grammars.labels("cached").inc()
-        elif len(self._pending) >= MAX_PENDING:
+        elif len(self._pending) >= self._bounds.max_pending:
             metrics.worker_grammars.labels("full").inc()
             self._answered.append(Answered(request, "too many grammars are being compiled", OverloadedError.grpc_code))
         else:
-            self._pool = self._pool or GrammarThreads(NUM_THREADS, "grammar")
+            self._pool = self._pool or GrammarThreads(self._bounds.num_threads, "grammar")
             compiled = self._pool.submit(partial(self._compiler, guided))
             self._pending[guided] = _Pending(compiled, self._clock(), {request.request_id: request})
             compiled.add_done_callback(lambda _: self._wake())
@@ -219,8 +230,11 @@ class PendingGrammars:
         self._kept[guided] = result
         self._num_kept_chars += num_chars(guided)
         self._num_kept_bytes += _num_bytes(result)
+        bounds = self._bounds
         while (
-            len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS or self._num_kept_bytes > MAX_KEPT_BYTES
+            len(self._kept) > bounds.max_kept
+            or self._num_kept_chars > bounds.max_kept_chars
+            or self._num_kept_bytes > bounds.max_kept_bytes
         ):
             oldest, dropped = self._kept.popitem(last=False)
             self._num_kept_chars -= num_chars(oldest)

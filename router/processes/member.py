@@ -56,8 +56,18 @@ class ProcessSpec:
 class Member(RouterProcess):
     is_one_of_several = True
 
-    def __init__(self, settings: RouterSettings, spec: ProcessSpec, parent: socket.socket) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        spec: ProcessSpec,
+        parent: socket.socket,
+        *,
+        beat_s: float = BEAT_S,
+        parent_silent_beats: int = PARENT_SILENT_BEATS,
+    ) -> None:
         super().__init__(settings)
+        self._beat_s = beat_s
+        self._parent_silent_beats = parent_silent_beats
         self._spec = spec
         self._socket = parent
         self._link: Link | None = None
@@ -156,10 +166,11 @@ class Member(RouterProcess):
         request its spec. Counts this process's own beats instead of time: if the machine stood still, so did they."""
         while True:
             self._num_silent += 1
-            if self._num_silent > PARENT_SILENT_BEATS:
-                raise InternalError(f"the router's parent process gave no sign of life for {PARENT_SILENT_BEATS} s")
+            if self._num_silent > self._parent_silent_beats:
+                silent_s = self._parent_silent_beats * self._beat_s
+                raise InternalError(f"the router's parent process gave no sign of life for {silent_s:g} s")
             self.link.send(Beat(self._is_ready))
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._beat_s)
 
 
 @dataclass(slots=True)
@@ -205,10 +216,10 @@ def main(settings: RouterSettings, file: SettingsFile | None, spec: ProcessSpec,
         raise SystemExit(1) from None
 
 
-def _say_last(parent: socket.socket, reason: str) -> None:
+def _say_last(parent: socket.socket, reason: str, timeout_s: float = SAY_TIMEOUT_S) -> None:
     """Sends a last message without the event loop, which has ended."""
     content = msgspec.msgpack.encode(Failed(reason))
-    parent.settimeout(SAY_TIMEOUT_S)
+    parent.settimeout(timeout_s)
     try:
         parent.sendall(len(content).to_bytes(4, "big") + content)
     except OSError as error:

@@ -24,7 +24,7 @@ from engine.core import EngineCore
 from engine.local.device import LocalDevice
 from engine.sampling import grammars as grammars_module
 from engine.sampling.draws import draw
-from engine.sampling.grammars import GrammarCompiler
+from engine.sampling.grammars import GrammarBounds, GrammarCompiler
 from engine.sampling.guide import Guide, GuideError, make_masks
 from engine.sampling.logit_changes import LogitChanges
 from engine.sampling.sampler import join_masks, mask_logits, sample
@@ -86,6 +86,7 @@ class Engine:
         *,
         num_blocks: int = 64,
         drafter: Drafter | None = None,
+        bounds: GrammarBounds | None = None,
         **settings: object,
     ) -> None:
         self.woken = threading.Event()
@@ -97,6 +98,7 @@ class Engine:
             clock=lambda: self.clock,
             wake=self.woken.set,
             compile_grammar=compiler,
+            grammar_bounds=bounds,
             drafter=drafter,
         )
 
@@ -361,9 +363,8 @@ def test_a_grammar_that_waits_too_long_is_not_to_blame(slow: SlowCompiler) -> No
     assert counted(before) == {"late": 1}
 
 
-def test_too_many_grammars(slow: SlowCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "MAX_PENDING", 2)
-    engine, before = Engine(slow), counts()
+def test_too_many_grammars(slow: SlowCompiler) -> None:
+    engine, before = Engine(slow, bounds=GrammarBounds(max_pending=2)), counts()
     for index in range(3):
         engine.add(f"r{index}", guided=Guided(regex=f"a{{{index + 1}}}"))
     (failed,) = [event for event in run(engine.core) if isinstance(event, m.RequestFailed)]
@@ -371,15 +372,14 @@ def test_too_many_grammars(slow: SlowCompiler, monkeypatch: pytest.MonkeyPatch) 
     assert counted(before) == {"full": 1}
 
 
-def test_kept_grammars_are_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "MAX_KEPT", 2)
+def test_kept_grammars_are_bounded(compiler: GrammarCompiler) -> None:
     calls: list[Guided] = []
 
     def noted(guided: Guided) -> Guide:
         calls.append(guided)
         return compiler(guided)
 
-    engine = Engine(noted)
+    engine = Engine(noted, bounds=GrammarBounds(max_kept=2))
     for digit in (1, 2, 1, 3, 1, 2):
         engine.add(f"r{len(calls)}-{digit}", guided=Guided(regex=f"{digit}"))
         engine.run()
@@ -697,9 +697,8 @@ def test_a_hostile_grammar_is_refused_and_others_are_served(compiler: GrammarCom
     assert_idle(engine.core)
 
 
-def test_a_grammar_that_nobody_waits_for_is_not_begun(slow: SlowCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "NUM_THREADS", 1)
-    engine = Engine(slow)
+def test_a_grammar_that_nobody_waits_for_is_not_begun(slow: SlowCompiler) -> None:
+    engine = Engine(slow, bounds=GrammarBounds(num_threads=1))
     engine.add("first")
     engine.add("left", guided=Guided(regex="a"))
     engine.add("stays", guided=Guided(regex="b"))
@@ -709,14 +708,13 @@ def test_a_grammar_that_nobody_waits_for_is_not_begun(slow: SlowCompiler, monkey
     assert slow.num_calls == 2
 
 
-def test_what_kept_grammars_take_is_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kept_grammars_take_is_bounded(compiler: GrammarCompiler) -> None:
     def large(guided: Guided) -> Guide:
         guide = compiler(guided)
         guide.num_bytes = 100
         return guide
 
-    monkeypatch.setattr(grammars_module, "MAX_KEPT_BYTES", 199)
-    engine, before = Engine(large), counts()
+    engine, before = Engine(large, bounds=GrammarBounds(max_kept_bytes=199)), counts()
     for request_id, regex in (("a", "a"), ("b", "a"), ("c", "b"), ("d", "a")):
         engine.add(request_id, guided=Guided(regex=regex))
         engine.answers()

@@ -15,7 +15,6 @@ import pytest
 from common.config import RouterSettings
 from common.errors import UnavailableError
 from common.process.tasks import VitalTasks
-from router.processes import member as member_module
 from router.processes import messages, remote_queue
 from router.processes.child import Child
 from router.processes.member import SIGNALS, Member, ProcessSpec, _say_last
@@ -79,15 +78,12 @@ async def test_a_place_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-async def test_a_process_whose_parent_hangs_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unblocked: None, hangs: bool
-) -> None:
-    monkeypatch.setattr(member_module, "BEAT_S", 0.01)
-    monkeypatch.setattr(member_module, "PARENT_SILENT_BEATS", 20)
+async def test_a_process_whose_parent_hangs_ends(tmp_path: Path, unblocked: None, hangs: bool) -> None:
     ledger = SharedLedger(str(tmp_path), 2)
     ours, theirs = socket.socketpair()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    member, vital, enough = Member(SETTINGS, place_in(tmp_path), theirs), VitalTasks(), asyncio.Event()
+    member = Member(SETTINGS, place_in(tmp_path), theirs, beat_s=0.01, parent_silent_beats=20)
+    vital, enough = VitalTasks(), asyncio.Event()
     parent = await link_of(ours)
 
     async def answer() -> None:
@@ -106,7 +102,7 @@ async def test_a_process_whose_parent_hangs_ends(
         async with asyncio.timeout(PATIENCE_S):
             await vital.failed_or(enough)
         assert enough.is_set() != hangs
-        assert ("no sign of life for 20 s" in str(vital.failure)) == hangs
+        assert ("no sign of life for 0.2 s" in str(vital.failure)) == hangs
     finally:
         await vital.close()
         answering.cancel()
@@ -133,9 +129,8 @@ async def test_a_parent_gives_signs_of_life(tmp_path: Path) -> None:
         parent._ledger.close()
 
 
-def test_a_last_word_that_nobody_hears(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(member_module, "SAY_TIMEOUT_S", 0.01)
+def test_a_last_word_that_nobody_hears(caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        _say_last(ours, "x" * 2**24)
+        _say_last(ours, "x" * 2**24, timeout_s=0.01)
     assert "does not hear why" in caplog.text
