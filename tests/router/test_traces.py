@@ -86,6 +86,7 @@ def test_without_opentelemetry_a_collector_that_is_asked_for_is_an_error(
     assert "baton-serve[otel]" in caplog.text or "baton-serve[otel]" in str(vars(caplog.records[0]))
 
 
+# It comes before the router among a test's fixtures, so that it is there until the router has sent its last spans.
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs opentelemetry's exporters")
@@ -108,7 +109,7 @@ def named(spans: list[SeenSpan], name: str) -> SeenSpan:
 
 
 async def test_a_request_over_grpc_that_migrates(
-    start_worker: StartWorker, start_router: StartRouter, collector: Collector
+    collector: Collector, start_worker: StartWorker, start_router: StartRouter
 ) -> None:
     workers = [await start_worker(), await start_worker()]
     workers[0].die_after, workers[1].num_requests_waiting = 3, 9  # so that the first one is asked first
@@ -142,7 +143,7 @@ async def test_a_request_over_grpc_that_migrates(
 
 
 async def test_requests_over_rest_by_http(
-    start_worker: StartWorker, start_router: StartRouter, collector: Collector
+    collector: Collector, start_worker: StartWorker, start_router: StartRouter
 ) -> None:
     """Several answers are one trace; a request that fails says why; content is told if it is asked for."""
     worker = await start_worker()
@@ -174,7 +175,7 @@ async def test_requests_over_rest_by_http(
 
 
 async def test_what_is_not_sampled_is_told_to_nobody(
-    start_worker: StartWorker, start_router: StartRouter, collector: Collector
+    collector: Collector, start_worker: StartWorker, start_router: StartRouter
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker, trace_endpoint=collector.grpc_url, trace_sample=0.0)

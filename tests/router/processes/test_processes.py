@@ -66,6 +66,10 @@ async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path) 
         decisions = (await client.get("/decisions?limit=100")).json()["decisions"]
         assert len(decisions) == 24
         assert [one["time"] for one in decisions] == sorted((one["time"] for one in decisions), reverse=True)
+        ended = (await client.get("/requests?limit=100")).json()["requests"]
+        assert len(ended) == 24
+        for one in (ended[0], ended[-1]):  # whichever process had it, and whichever is asked
+            assert (await client.get(f"/requests/{one['request_id']}")).json() == one
         epochs = set()
         for _ in range(4):  # whichever process is reached
             options = [("grpc.use_local_subchannel_pool", 1)]
