@@ -465,11 +465,12 @@ mid_step_requests = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(requests=mid_step_requests, released=st.sets(st.integers(0, 6), max_size=3), after_calls=st.integers(0, 40))
-def test_requests_that_begin_in_mid_step_get_the_reference_answers(
-    requests: list[tuple[list[int], int, int, bool]], released: set[int], after_calls: int
-) -> None:
+BEGUN_IN_MID_STEP = given(
+    requests=mid_step_requests, released=st.sets(st.integers(0, 6), max_size=3), after_calls=st.integers(0, 40)
+)
+
+
+def begun_in_mid_step(requests: list[tuple[list[int], int, int, bool]], released: set[int], after_calls: int) -> None:
     """Prompts of three tokens share prefixes; the cache is small, and blocks arrive while others are computed."""
     pair = Pair(make_core(epoch="p", chunk_size=5)[0], make_core(epoch="d", num_blocks=8, chunk_size=5)[0])
     call = -1
@@ -502,6 +503,14 @@ def test_requests_that_begin_in_mid_step_get_the_reference_answers(
             continue
         assert pair.answers[str(number)] == reference(prompt, max_tokens)
     assert_idle(pair.decode)
+
+
+test_requests_that_begin_in_mid_step_get_the_reference_answers = settings(max_examples=40, deadline=None)(
+    BEGUN_IN_MID_STEP(begun_in_mid_step)
+)
+test_requests_that_begin_in_mid_step_get_the_reference_answers_many_times = pytest.mark.slow(
+    settings(max_examples=150, deadline=None)(BEGUN_IN_MID_STEP(begun_in_mid_step))
+)
 
 
 def test_a_prefill_stopped_in_mid_step_or_when_it_is_done_stays_leased() -> None:

@@ -53,8 +53,8 @@ def ids(tokens: Sequence[SampledToken | None]) -> list[int]:
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, num_draws: int = NUM_DRAWS) -> Counter[int]:
-    rows = logits.expand(num_draws, -1)
-    return Counter(ids(sample(rows, [ask(replace(params, seed=seed)) for seed in range(num_draws)])))
+    rows, one = logits.expand(num_draws, -1), ask(params)
+    return Counter(ids(sample(rows, [replace(one, seed=seed) for seed in range(num_draws)])))
 
 
 def assert_distributed(counts: Counter[int], probs: torch.Tensor) -> None:

@@ -375,8 +375,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+ANY_ORDER_OF_EVENTS = given(
     cuts=st.lists(st.tuples(st.integers(1, 42), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=6),
     actions=ACTIONS,
     with_store=st.booleans(),
@@ -384,7 +383,9 @@ ACTIONS = st.lists(
     decode_blocks=st.integers(14, 60),
     host_cache_gb=st.sampled_from([0.0, 1e-6]),  # some thirty blocks
 )
-def test_any_order_of_events_gives_the_reference_answers(
+
+
+def any_order_of_events(
     cuts: list[tuple[int, int, int]],
     actions: list[tuple[str, int]],
     with_store: bool,
@@ -433,3 +434,11 @@ def test_any_order_of_events_gives_the_reference_answers(
         pair.prefill.handle(m.Release(name))
     finish(pair, slow)
     pair.assert_idle()
+
+
+test_any_order_of_events_gives_the_reference_answers = settings(max_examples=40, deadline=None)(
+    ANY_ORDER_OF_EVENTS(any_order_of_events)
+)
+test_any_order_of_events_gives_the_reference_answers_many_times = pytest.mark.slow(
+    settings(max_examples=150, deadline=None)(ANY_ORDER_OF_EVENTS(any_order_of_events))
+)

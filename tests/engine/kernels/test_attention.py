@@ -159,7 +159,7 @@ def test_long_contexts(variant: str, dtype: torch.dtype, longest: int) -> None:
 
 @each_variant
 @each_dtype
-@pytest.mark.parametrize("window", [1, 5, 64, 100, 600])
+@pytest.mark.parametrize("window", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (5, 64, 600)), 100])
 def test_sliding_windows(variant: str, window: int, dtype: torch.dtype) -> None:
     case = Case(variant, dtype=dtype, window=window, num_blocks=100)
     for sizes in ({0: 150, 1: 7}, {0: 1, 1: 1}, {0: 20, 1: 1}, {0: 1000}, {0: 1}):

@@ -1,0 +1,45 @@
+"""A plugin of pytest for several test processes at a time: they begin with the files that take longest, so that all end
+at about the same moment.
+
+pytest-xdist begins with the files that have most tests. Files that start real processes have few, and would come last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+LONG = (
+    "newcomer/test_first_calls.py",
+    "router/autoscaler/test_process.py",
+    "engine/test_hub.py",
+    "engine/test_model_engine.py",
+    "router/test_refused_uploads.py",
+    "router/test_reload.py",
+    "router/test_tls.py",
+    "router/test_rest_vanished.py",
+    "router/processes/test_processes.py",
+    "router/test_process.py",
+    "baton/test_processes.py",
+    "bench/test_kv_command.py",
+    "kv_store/test_nixl_raw.py",
+)
+"""They take many seconds for their number of tests."""
+_RANKS = {TESTS / name: rank for rank, name in enumerate(LONG)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # the order of `pytest_collection_modifyitems` holds
+
+
+@pytest.hookimpl(trylast=True)  # after what is not asked for was left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput") or config.option.at_most_seconds is not None:  # a sample has its own order
+        return
+    num_tests = Counter(item.path for item in items)
+    paths = {path: number for number, path in enumerate(num_tests)}  # a file's tests stay together
+    items.sort(key=lambda item: (_RANKS.get(item.path, len(LONG)), -num_tests[item.path], paths[item.path]))
