@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -49,7 +50,13 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     settings = settings.model_copy(update={"goodput": (*settings.goodput, *targets)})
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("requests", total=None)
-        results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
+        # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
+        before = gc.get_threshold()
+        gc.set_threshold(100_000)
+        try:
+            results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
+        finally:
+            gc.set_threshold(*before)
     if settings.out is not None:
         try:
             Path(settings.out).write_text(page(results, slo_of(settings.goodput)), encoding="utf-8")
