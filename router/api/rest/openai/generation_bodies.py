@@ -161,6 +161,7 @@ class ChatBody(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # whether the answer continues the last message
     echo: bool | None = None
+    include_reasoning: bool | None = None
     chat_template: str | None = None  # in place of the model's, where the router allows it
     documents: GivenRaw = UNSET
     mm_processor_kwargs: GivenRaw = UNSET
@@ -179,6 +180,8 @@ class ChatBody(GenerationBody, kw_only=True):
         super().check()
         if self.add_special_tokens:
             raise InvalidArgumentError("add_special_tokens", "is not for chat: the chat template writes these tokens")
+        if self.include_reasoning is False:
+            raise InvalidArgumentError("include_reasoning", "only true is supported: answers have their reasoning")
         if self.modalities not in (None, [], ["text"]):
             raise InvalidArgumentError("modalities", 'only ["text"] is supported')
         if asks(self.function_call) and bytes(cast("Raw", self.function_call)) not in (b'"none"', b'"auto"'):
