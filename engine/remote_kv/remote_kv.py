@@ -174,7 +174,8 @@ class RemoteKV:
         Only while no step is under way, since it takes blocks."""
         if self._transfers.may_write:
             self._blocks.named.load_for_write_back(WRITE_TOKENS)
-            carry_out(self._blocks.take_copies())
+            if copies := self._blocks.take_copies():
+                carry_out(copies)
             self._write_back()
 
     def age_stored(self, now: float) -> None:

@@ -10,6 +10,8 @@ from common.block_hash import block_hashes
 from common.sampling import SamplingParams
 from common.types import FinishReason
 from engine import messages as m
+from kv_store.base import ConnectorConfig
+from kv_store.memory import MemoryConnector
 from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 prompts = st.lists(st.integers(0, 20), min_size=1, max_size=30)
@@ -351,4 +353,26 @@ def test_a_request_is_not_computed_again_before_its_next_token_is_known() -> Non
     assert not core.scheduler.schedule(now=0.0).num_tokens
     core.end(begun)
     assert tokens_of(core.take_events() + run(core))["a"] == reference([1, 2, 3], 2)
+    assert_idle(core)
+
+
+def test_a_step_that_moves_nothing_asks_neither_connector_nor_device_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector is polled while its jobs are under way, and a device copies only if there is something to copy."""
+    connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="polled"))
+    core, device = make_core(connector=connector)
+    polled: list[str] = []
+    poll = connector.poll
+    monkeypatch.setattr(connector, "poll", lambda: polled.append("poll") or poll())
+    monkeypatch.setattr(device, "copy", lambda copies: polled.append("copy"))
+    add(core, "a", [1, 2, 3, 4, 5], max_tokens=6)
+    assert tokens_of(run(core))["a"] == reference([1, 2, 3, 4, 5], 6)
+    assert not polled
+    add(core, "b", [1, 2, 3, 4, 5], params=SamplingParams(temperature=0.0), mode=m.RequestMode.PREFILL)
+    published = [one for one in run(core) if isinstance(one, m.BlocksPublished)]
+    assert sum(len(one.blocks) for one in published) == 2
+    assert set(polled) == {"poll"}
+    num_polls = len(polled)
+    core.step()
+    assert len(polled) == num_polls, "what was published is told, and nothing is under way any more"
+    core.handle(m.Release("b"))
     assert_idle(core)
