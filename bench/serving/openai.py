@@ -60,10 +60,7 @@ class OpenAiEndpoint:
         parts = urlsplit(target.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("--base-url", f"{target.url!r} is no URL: http://host:port is one")
-        context = None
-        if parts.scheme == "https":
-            context = ssl.create_default_context(cafile=target.tls_ca or None)
-        self._connections = HttpConnections(target.url, context)
+        self._connections = HttpConnections(target.url, _tls(target.tls_ca) if parts.scheme == "https" else None)
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._is_chat = is_chat
         head = {
@@ -136,6 +133,13 @@ class OpenAiEndpoint:
 
     async def close(self) -> None:
         self._connections.close()
+
+
+def _tls(ca: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except OSError as error:  # a file that is no certificate, too
+        raise ConfigError("--tls-ca", f"{ca} is of no use: {error}") from error
 
 
 async def _content(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

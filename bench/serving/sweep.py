@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.command_line import outcome
+from bench.kv.settings import show_progress
 from bench.processes import running
 from bench.serving.charts import STYLE, Axis, Level, Series, chart
 from bench.serving.console import progress_bar
@@ -25,7 +26,7 @@ from bench.serving.figures import Figures, Json, number
 from bench.serving.files import check_outputs, settings_json, write
 from bench.serving.measure import MeasureSettings, measure
 from bench.serving.options import AS_JSON, OUTPUT, Options, load_options, read_options, url_of
-from common.errors import ConfigError
+from common.errors import BatonError, ConfigError
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -164,15 +165,23 @@ def sweep(
         options = read_options(given)
         systems = [System(name=f"{p}P:{d}D", roles=(p, d)) for p, d in pd] or _named(base_urls, options.target.backend)
         points: list[Point] = []
+        failed: dict[str, str] = {}
         for system in systems:
-            with _served(system, up_flags, options.target.backend) as url:
-                target = replace(options.target, name=system.name, url=url)
-                for rate in request_rates or (math.inf,):
-                    for users in concurrencies or (None,):
-                        settings = options.settings.at_rate(rate).at_concurrency(None if users is None else int(users))
-                        points.append(_measure(options, system, target, settings))
-        _report(points, options, output, as_json=as_json)
-        return 0 if all(point.figures["valid"] for point in points) else 1
+            try:
+                with _served(system, up_flags, options.target.backend) as url:
+                    target = replace(options.target, name=system.name, url=url)
+                    for rate in request_rates or (math.inf,):
+                        for users in concurrencies or (None,):
+                            load = options.settings.at_rate(rate).at_concurrency(None if users is None else int(users))
+                            points.append(_measure(options, system, target, load))
+            except ConfigError:
+                raise
+            except BatonError as error:  # what was measured before is not lost, and others may do better
+                failed[system.name] = error.message
+                show_progress(f"{system.name}: failed: {error.message}")
+        if points:
+            _report(points, failed, options, output, as_json=as_json)
+        return 0 if not failed and all(point.figures["valid"] for point in points) else 1
 
     return outcome("sweep", run)
 
@@ -213,13 +222,16 @@ def _measure(options: Options, system: System, target: Target, settings: Measure
     return point
 
 
-def _report(points: Sequence[Point], options: Options, output: Sequence[str], *, as_json: bool) -> None:
+def _report(
+    points: Sequence[Point], failed: Mapping[str, str], options: Options, output: Sequence[str], *, as_json: bool
+) -> None:
     front = pareto(points)
     whole: dict[str, Json] = {
         "points": [
             {**point.settings, **point.figures, "tokens_per_user": point.tokens_per_user, "pareto": point in front}
             for point in points
-        ]
+        ],
+        "failed": dict(failed),
     }
     for path in output:
         write(
