@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from math import inf
 from typing import overload
@@ -151,10 +152,11 @@ class FleetCandidates(Candidates):
         for level in large:
             for group in self._groups:
                 num_cached = level.num_blocks * group.example.block_size
-                walk.along(group, group.order(key), self._work_of(group, num_cached), num_cached, level.workers)
+                work = partial(self._work_of, group, num_cached)
+                walk.along(group, group.order(key), work, num_cached, level.workers)
         for group in self._groups:
-            work = self._work_of(group, 0) if with_work else 0.0
-            walk.along(group, group.order(key), work, 0, None, [level.workers for level in large])
+            of_all: Callable[[], float] = partial(self._work_of, group, 0) if with_work else float
+            walk.along(group, group.order(key), of_all, 0, None, [level.workers for level in large])
         return walk.found
 
 
@@ -180,17 +182,34 @@ class _Walk:
             found.pop()
             insort(found, one)
 
+    def _may_have_any(
+        self, group: Group, order: Order, only: Collection[str] | None, others: Sequence[Collection[str]]
+    ) -> bool:
+        """False if `along` would find nothing. Found before the work is, which takes long in seconds: each worker with
+        a model of time of its own is a group."""
+        if len(self.found) == self._num and order.entries[0][0] > self.found[-1][0]:
+            return False
+        return len(order.entries) > FEW or any(
+            entry[3] not in self.passed
+            and (only is None or group.endpoints[entry[3]].address in only)
+            and not any(group.endpoints[entry[3]].address in one for one in others)
+            for entry in order.entries
+        )
+
     def along(
         self,
         group: Group,
         order: Order,
-        work: float,
+        work_of: Callable[[], float],
         num_cached: int,
         only: Collection[str] | None,
         others: Sequence[Collection[str]] = (),
     ) -> None:
         """Looks at workers of `only`, or at those that are in none of `others`, in their order."""
+        if not self._may_have_any(group, order, only, others):
+            return
         entries, passed, found, num = order.entries, self.passed, self.found, self._num
+        work = work_of()
         start, end = 0, len(entries)
         while start < end:
             cost, first, second, _ = entries[start]
