@@ -105,6 +105,8 @@ class Fleet:
             num_events += 1
             if not num_events % 4096:
                 progress(len(self._outcomes) - len(self._on_their_way))
+        for one in self._on_their_way.values():
+            one.outcome.failure = "its answer never ended"
         progress(len(self._outcomes))
         end = max(self._last_end, 1e-9)
         for member in self._members.values():

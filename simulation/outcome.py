@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +61,11 @@ class Outcome:
     num_bytes: int  # moved from worker to worker
     transfer_s: float  # of all transfers together, what they waited for others included
     scaled: Sequence[tuple[float, Mapping[WorkerRole, int]]] = ()  # when, and the workers wanted from then on
+
+    def failures(self) -> dict[str, int]:
+        """How many requests failed for which reason, the most common one first. Numbers in reasons are left out."""
+        reasons = Counter(re.sub(r"\d+", "N", one.failure) for one in self.requests if one.failure)
+        return dict(reasons.most_common())
 
     def summary(self, slo: Slo) -> dict[str, float]:
         """Figures by name: milliseconds in `_ms`, shares from 0 to 1. What has no value is left out."""

@@ -66,6 +66,9 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
         click.echo(json.dumps([_as_json(one) for one in results], indent=1))
         return 0
     _print_table(results)
+    for one in results:
+        for reason, number in one.outcome.failures().items():
+            click.echo(f"{one.scenario.policy}, {one.scenario.fleet}: {number} requests failed: {reason}")
     for source in dict.fromkeys(source for one in results for source in one.sources):
         click.echo(f"times: {source}")
     if settings.out is not None:
@@ -75,7 +78,12 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
 
 def _as_json(result: Result) -> dict[str, object]:
     workers = {role.value: num for role, num in result.scenario.num_workers.items()}
-    return {"policy": result.scenario.policy, "workers": workers, **result.figures}
+    return {
+        "policy": result.scenario.policy,
+        "workers": workers,
+        **result.figures,
+        "failures": result.outcome.failures(),
+    }
 
 
 def _print_table(results: Sequence[Result]) -> None:

@@ -85,5 +85,7 @@ def test_the_command_plays_a_trace_to_two_fleets(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "1P + 2D" in out
     assert "not measured" in out
+    assert main([*command, "--num-blocks", "20"]) == 0
+    assert "1P + 2D: 2 requests failed: no decode worker can take the request" in capsys.readouterr().out
     assert main(["simulate", "--goodput", "ttft"]) == 2
     assert "goodput: 'ttft' is not like" in capsys.readouterr().err
