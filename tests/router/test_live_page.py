@@ -12,10 +12,20 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from common.config import RouterSettings
+from common.errors import OverloadedError
 from common.types import WorkerRole
 from protos.baton.v1 import worker_pb2
+from router.api.ui.live import MAX_VIEWERS, Live
 from router.api.ui.pages import FOLDER, KINDS
+from router.api.worker_views import WorkerViews
+from router.fleet.registry import Registry
+from router.limits.quotas import Quotas
+from router.make_gateway import make_gateway
+from router.processes.router_process import RouterProcess
+from router.running.threads import TextThreads
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.support.fake_worker import FakeWorker
 
@@ -43,10 +53,17 @@ async def watching(router: RunningRouter, key: str | None = None) -> AsyncIterat
     async with client_of(router, key) as client, client.stream("GET", "/ui/events") as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
-        yield _events(answer)
+        yield events_of(answer)
 
 
-async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, Told]]:
+def live_page(worker: FakeWorker) -> Live:
+    settings = RouterSettings(decode=(worker.address,))
+    process, registry = RouterProcess(settings), Registry([], [worker.address])
+    gateway = make_gateway(settings, registry, process, Quotas(None), TextThreads(), TextThreads(1))
+    return Live(gateway, registry, WorkerViews(registry, process))
+
+
+async def events_of(answer: httpx.Response) -> AsyncIterator[tuple[str, Told]]:
     name = ""
     async for line in answer.aiter_lines():
         if line.startswith("event: "):
@@ -218,6 +235,32 @@ async def test_all_viewers_see_the_same_look(router: RunningRouter) -> None:
             await page.until(lambda page=page: len(page.samples) > 2 and page.workers)  # type: ignore[misc]
     times = [{sample["time"] for sample in page.samples} for page in pages]
     assert times[0] & times[1]
+
+
+async def test_a_viewer_that_missed_a_change_gets_all_again(worker: FakeWorker) -> None:
+    live = live_page(worker)
+    parts = live.parts()
+    assert (await anext(parts)).startswith(b":")
+    first = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0)
+    await live.look()
+    assert (await first).startswith(b"event: full\n")
+    await live.look()
+    assert (await anext(parts)).startswith(b"event: change\n")
+    await live.look()
+    await live.look()  # it still reads the one before
+    assert (await anext(parts)).startswith(b"event: full\n")
+    await parts.aclose()
+
+
+async def test_too_many_viewers_are_refused(worker: FakeWorker) -> None:
+    live = live_page(worker)
+    request = Request({"type": "http"})
+    answers = [await live.events(request) for _ in range(MAX_VIEWERS)]
+    with pytest.raises(OverloadedError, match="watch this router already"):
+        await live.events(request)
+    await answers[0]._parts.aclose()  # type: ignore[attr-defined]
+    assert (await live.events(request)).status_code == 200
 
 
 async def test_a_router_ends_although_it_is_watched(worker: FakeWorker, start_router: StartRouter) -> None:

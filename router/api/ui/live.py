@@ -78,7 +78,6 @@ class _Seen:
 
     rows: dict[str, Row] = field(default_factory=dict)  # by address
     infos: dict[str, dict[str, object]] = field(default_factory=dict)
-    epochs: dict[str, str] = field(default_factory=dict)  # of `infos`
     about: dict[str, object] = field(default_factory=dict)
     handoffs: list[tuple[str, str, int]] = field(default_factory=list)
     running: list[RunningRequest] = field(default_factory=list)
@@ -146,14 +145,16 @@ class Live:
                 await self._looked.wait()
             while not self._has_ended and time.monotonic() < until:
                 look = self._latest
+                if look.number == number:
+                    await self._looked.wait()
+                    continue
                 if look.number == number + 1:
                     yield look.change
-                elif look.number != number:
+                else:
                     if look.full is None:
                         look.full = self._full()
                     yield look.full
                 number = look.number
-                await self._looked.wait()
         finally:
             self._num_viewers -= 1
 
@@ -164,9 +165,9 @@ class Live:
         endpoints = self._registry.endpoints()
         shares = await self._gateway.process.ask(self._query)
         sample = self._sample(endpoints, shares)
-        if sample is not None:
-            self._samples.append(sample)
+        new_samples = [] if sample is None else [sample]
         if not self._num_viewers:
+            self._samples.extend(new_samples)
             return
         await asyncio.sleep(0)  # tokens go on between the parts of a look at a large fleet
         views = await self._views.joined()
@@ -182,7 +183,8 @@ class Live:
         about = self._about()
         if about != seen.about:
             told["about"] = about
-        told["samples"] = [] if sample is None else [sample]
+        told["samples"] = new_samples
+        self._samples.extend(new_samples)
         told["handoffs"] = seen.handoffs = _summed(shares)
         told["running"] = seen.running = _newest(shares)
         seen.rows, seen.about = rows, about
@@ -211,10 +213,9 @@ class Live:
     def _new_infos(self, endpoints: list[Endpoint]) -> dict[str, dict[str, object]]:
         found = {}
         for one in endpoints:
-            if one.epoch and self._seen.epochs.get(one.address) != one.epoch:
+            if one.epoch and self._seen.infos.get(one.address, {}).get("epoch") != one.epoch:
                 info = self._registry.info(one.address)
                 if info is not None:
-                    self._seen.epochs[one.address] = one.epoch
                     found[one.address] = info_of(info)
         return found
 

@@ -49,6 +49,8 @@ def test_the_wheel_carries_the_kernels(tmp_path: Path) -> None:
     is_arm = platform.machine().lower() in ARM64
     expected = [FEATURES, *(name for name in VARIANTS if name.startswith("neon") == is_arm)]
     assert libraries == {f"engine/kernels/lib/{name}-{source_hash()}.so" for name in expected}
+    page = Path("router", "api", "ui", "static")
+    assert {one.name for one in (installed / page).iterdir()} == {one.name for one in (ROOT / page).iterdir()}
     command = [sys.executable, "-c", PRODUCT]
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(

@@ -14,6 +14,7 @@ import pytest
 
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.router.processes.running import REQUEST, RunningProcesses, running, sockets, start
+from tests.router.test_live_page import Page, events_of
 from tests.support.fake_worker import FakeWorker
 
 COMPLETIONS = "/v1/completions"
@@ -90,6 +91,13 @@ async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path) 
         streams, statuses = await begin(client, 20)
         assert sorted(statuses) == ["200"] * 8 + ["429"] * 12
         assert await router.metric("baton_router_requests_running") == 8
+        # The live page of either has the requests of both.
+        async with client.stream("GET", "/ui/events") as answer:
+            page = Page(events_of(answer))
+            await page.until(lambda: len(page.running) == 8 and page.samples)
+        assert page.about["processes"] == 2
+        assert page.samples[-1]["requests"] >= 24
+        assert page.workers[worker.address]["tokens_per_s"] > 0
         # Both drain.
         router.process.send_signal(signal.SIGTERM)
         texts = await asyncio.gather(*(anext(one) for one in streams))

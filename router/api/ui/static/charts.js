@@ -3,7 +3,7 @@
 import { count, el, millis, percent, setText } from "./dom.js";
 
 const SPAN_S = 300;
-const rate = (name) => (sample, before) => (before ? Math.max(0, (sample[name] - before[name]) / (sample.time - before.time)) : null);
+const rate = (name) => (sample, before) => (before && sample.time > before.time ? Math.max(0, (sample[name] - before[name]) / (sample.time - before.time)) : null);
 const level = (name) => (sample) => sample[name];
 
 const CHARTS = [
