@@ -1,6 +1,6 @@
 """The children's side of `common.bounded_process`, which says what they are for.
 
-One line of JSON on standard input is a job, one on standard output its answer, each with the job's number.
+One line on standard input is a job: its number, and JSON. One on standard output is its answer: JSON of both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def serve(do: Do, limits: Limits, *, opens_files: bool) -> int:
     current = mmap.mmap(-1, _NUMBER_BYTES)  # the number of the job that is being done; 0 if none is
     while (code := _run_one(do, limits, current, opens_files=opens_files)) != 0:
         if code != _WORN:
-            _say(int.from_bytes(current[:]), {"died": code})
+            _write(_line(int.from_bytes(current[:]), {"died": code}))
     return 0
 
 
@@ -93,28 +93,30 @@ class _Runner:
     def do_jobs(self) -> None:
         self.may_begin.wait()
         for line in sys.stdin.buffer:
-            number, job = json.loads(line)
+            number, _, job = line.partition(b" ")
             self._current[:] = int(number).to_bytes(_NUMBER_BYTES)
-            answer = self._within_limits(job)
+            _write(self._within_limits(int(number), job))
             self._current[:] = bytes(_NUMBER_BYTES)
-            _say(number, answer)
             if self._data_bytes() > self._before_all + self._limits.num_bytes:
                 os._exit(_WORN)
         os._exit(0)
 
-    def _within_limits(self, job: Job) -> dict[str, object]:
-        """The answer. If it takes more than the limits, the kernel ends this process."""
+    def _within_limits(self, number: int, job: bytes) -> bytes:
+        """The line of the answer. If that takes more than the limits, to read the job and to write the line included,
+        the kernel ends this process."""
         self._limit_memory(self._data_bytes())
         signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_s)
         try:
-            return self._do(job)
+            return _line(number, self._do(json.loads(job)))
         except MemoryError:
             signal.raise_signal(signal.SIGABRT)  # as native code does
             raise
         except Exception as error:
-            return {"failed": f"{type(error).__name__}: {error}"}
+            return _line(number, {"failed": f"{type(error).__name__}: {error}"})
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # the next job is read without this one's limit
 
     def _data_bytes(self) -> int:
         """Memory of this process that is its own, as `RLIMIT_DATA` counts it. 0 if the system does not tell."""
@@ -137,8 +139,11 @@ def _open_status() -> int | None:
         return None
 
 
-def _say(number: int, answer: dict[str, object]) -> None:
-    line = json.dumps([number, answer]).encode()
-    left = memoryview(b"\n" + line + b"\n")  # a runner that died may have left half a line
+def _line(number: int, answer: dict[str, object]) -> bytes:
+    return f"\n{json.dumps([number, answer])}\n".encode()  # a runner that died may have left half a line
+
+
+def _write(line: bytes) -> None:
+    left = memoryview(line)
     while left:
         left = left[os.write(1, left) :]

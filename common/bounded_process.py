@@ -70,7 +70,7 @@ class BoundedProcess:
         self._limits, self._words = limits, words
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._answers = b""  # bytes that came and are no whole line yet
+        self._answers = bytearray()  # what came and is no whole line yet
         self._num_asked = 0
 
     @property
@@ -94,7 +94,7 @@ class BoundedProcess:
             raise UnavailableError(self._words.waiting)
         try:
             self._num_asked += 1
-            return self._ask(json.dumps([self._num_asked, job]).encode() + b"\n")
+            return self._ask(f"{self._num_asked} {json.dumps(job)}\n".encode())
         finally:
             self._lock.release()
 
@@ -138,10 +138,12 @@ class BoundedProcess:
         output = child.stdout
         if output is None:
             raise InternalError("the child was started without this pipe")
+        num_seen = 0
         while True:
-            line, is_whole, rest = self._answers.partition(b"\n")
-            if is_whole:
-                self._answers = rest
+            if (end := self._answers.find(b"\n", num_seen)) >= 0:
+                line = bytes(self._answers[:end])
+                del self._answers[: end + 1]
+                num_seen = 0
                 match _read(line):
                     case [self._num_asked, {"died": int(code)}]:
                         log.warning("a child process ended", extra={"work_on": self._words.subjects, "code": code})
@@ -151,6 +153,7 @@ class BoundedProcess:
                     case [self._num_asked, dict(found)]:
                         return found
                 continue
+            num_seen = len(self._answers)
             ready, _, _ = select.select([output], [], [], max(0.0, give_up - time.monotonic()))
             if not ready:
                 self._end()
@@ -160,7 +163,7 @@ class BoundedProcess:
             self._answers += read
 
     def _end(self) -> None:
-        child, self._child, self._answers = self._child, None, b""
+        child, self._child, self._answers = self._child, None, bytearray()
         if child is None:
             return
         for pipe in (child.stdin, child.stdout):

@@ -117,6 +117,14 @@ def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = 
 _settled: list[int] = []  # the level that holds again after debug lines; empty while that holds
 
 
+def set_level(level: str) -> None:
+    """Shows lines of this severity and more; debug lines that a signal asked for stay until it comes again."""
+    if _settled:
+        _settled[:] = [logging.getLevelNamesMapping()[level.upper()]]
+    else:
+        logging.getLogger().setLevel(level.upper())
+
+
 def flip_debug() -> None:
     """Shows debug lines from now on; called again, those of the level that held before."""
     root = logging.getLogger()

@@ -170,7 +170,7 @@ class RequestSpans:
         events: Sequence[tuple[str, float]] = (),
         error: str = "",
     ) -> list[Span]:
-        """All of them, after the one of the whole request."""
+        """All of them, the one of the whole request last: who has that has all that were sent before."""
         span = Span(
             name=name,
             context=self.own,
@@ -182,4 +182,4 @@ class RequestSpans:
             events=events,
             error=error,
         )
-        return [span, *self._spans]
+        return [*self._spans, span]

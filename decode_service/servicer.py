@@ -135,6 +135,9 @@ class DecodeRun:
         except BatonError as failure:
             error = f"{failure.grpc_code}: {failure.message}"
             raise
+        except Exception as failure:
+            error = type(failure).__name__
+            raise
         finally:
             self._worker.spans.export(self._whole(self._spans, error))
 

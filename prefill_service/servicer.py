@@ -95,6 +95,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         except BatonError as failure:
             error = f"{failure.grpc_code}: {failure.message}"
             raise
+        except Exception as failure:
+            error = type(failure).__name__
+            raise
         finally:
             attributes: dict[str, Value] = {
                 "baton.worker": worker.address,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from common.config import LimitSettings, PolicySettings, RouterSettings
 from common.errors import BatonError, StartupError
+from common.logs import set_level
 from common.process.watched_files import WatchedFiles
 from router.limits.request_queue import Places
 from router.make_gateway import policy_of
@@ -69,7 +70,7 @@ class Reload:
                 settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
             )
         if "log_level" in changed:
-            logging.getLogger().setLevel(settings.log_level.upper())
+            set_level(settings.log_level)
         if taken := sorted(changed & RELOADED):
             log.info("settings changed", extra={"settings": ", ".join(taken)})
         if waiting := sorted(changed - RELOADED):

@@ -53,6 +53,7 @@ async def serve(
     `on_ready` gets the address by which others reach this worker. Raises `StartupError` in one line.
     """
     worker = Worker(settings, role, model_dir, model_name)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are lines to show it ends nothing
     await worker.engine.spawn()
     traces = worker.spans = make_trace_export(settings, f"baton-{role.value}", worker.worker_id)
     options, max_calls = server_limits(settings, model_dir)

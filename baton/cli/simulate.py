@@ -44,19 +44,21 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     from simulation.report import page
     from simulation.scenario import run, slo_of
 
-    logging.getLogger("engine").setLevel(
-        logging.ERROR
-    )  # preemptions are counted; each is a line in a real worker's log
     settings = settings.model_copy(update={"goodput": (*settings.goodput, *targets)})
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("requests", total=None)
         # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
         before = gc.get_threshold()
         gc.set_threshold(100_000)
+        # Preemptions are counted; each is a line in a real worker's log.
+        engine = logging.getLogger("engine")
+        level = engine.level
+        engine.setLevel(logging.ERROR)
         try:
             results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
         finally:
             gc.set_threshold(*before)
+            engine.setLevel(level)
     if settings.out is not None:
         try:
             Path(settings.out).write_text(page(results, slo_of(settings.goodput)), encoding="utf-8")

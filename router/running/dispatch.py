@@ -76,10 +76,10 @@ class Dispatcher:
                 self._count_handover(request, route, progress, decision)
             except WorkerLostError as error:
                 self._retries.lost(route, decision.decode, error)
-                progress.lost(str(error), self._clock())
                 if ended := _ended_by(request, sent):
                     yield ended
                     return
+                progress.lost(str(error), self._clock())
                 self._allow_another(request, progress, error, has_tokens=bool(sent))
                 decision = await self._pick(request, route, progress, error)
 

@@ -6,13 +6,14 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.finished_request import FinishedAttempt, FinishedRequest, Stage
 from router.processes.process_query import ProcessQuery
 from router.running.request import GenerationRequest, Progress
 
 MAX_FINISHED = 512  # kept
+MAX_REASON_CHARS = 500  # a reason may name each worker of a fleet
 ROUTER = "router"
 
 
@@ -78,7 +79,7 @@ class Finished:
                 came_at=self._wall_clock() - (now - request.arrived_at),
                 ended_at=now,
                 progress=progress,
-                ending=ending,
+                ending=replace(ending, reason=ending.reason[:MAX_REASON_CHARS]),
             )
         )
 
@@ -156,7 +157,7 @@ def _told(kept: _Kept) -> FinishedRequest:
                 start_ms=_ms(attempt.started_at - arrived_at),
                 end_ms=_ms((attempt.ended_at or kept.ended_at) - arrived_at),
                 first_token_ms=None if attempt.first_token_at is None else _ms(attempt.first_token_at - arrived_at),
-                failure=attempt.failure,
+                failure=attempt.failure[:MAX_REASON_CHARS],
             )
             for attempt in progress.attempts
         ),

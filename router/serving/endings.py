@@ -61,6 +61,7 @@ class Endings:
         now = time.monotonic()
         if request.traced is not None and self._spans is not None:
             self._spans.export(request_spans(request.traced, request, progress, ending, now))
+            progress.texts = None  # spans alone tell them
         if self._slow_s is not None and now - request.arrived_at > self._slow_s:
             timeline = in_words(stages(progress, request.arrived_at, now))
             log.warning("slow request", extra={**_facts(request, progress, ending, now), "timeline": timeline})

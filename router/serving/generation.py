@@ -57,7 +57,11 @@ class Generation:
                 found = await search(self._dispatcher, first, progress, partial(self._admission.answered, first.client))
         for request in requests:
             request.charge.worker_was_asked = True
-        return [self._whole(request, beam, progress) for request, beam in zip(requests, found, strict=True)]
+        outputs = []
+        for request, beam in zip(requests, found, strict=True):
+            outputs.append(self._whole(request, beam, progress))
+            progress.attempts = []  # told with the first
+        return outputs
 
     def _whole(self, request: GenerationRequest, beam: Beam, progress: Progress) -> Output:
         """The output for one sequence of a beam search that took `progress`."""

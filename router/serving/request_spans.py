@@ -17,6 +17,8 @@ from router.running.finished import Ending
 from router.running.request import GenerationRequest, Progress
 
 PROVIDER = "baton"
+MAX_TOLD_TOKENS = 2048  # of a prompt: it is decoded while others wait
+MAX_TOLD_CHARS = 16_384  # of an answer
 
 
 def request_spans(
@@ -80,7 +82,6 @@ def _attributes(request: GenerationRequest, progress: Progress, ending: Ending, 
         "gen_ai.request.seed": params.seed,
         "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
         "gen_ai.request.presence_penalty": params.presence_penalty or None,
-        "gen_ai.request.stop_sequences": list(params.stop) or None,
         "gen_ai.request.id": request.request_id,
         "gen_ai.response.id": request.request_id,
         "gen_ai.response.model": model,
@@ -120,14 +121,17 @@ def _attributes(request: GenerationRequest, progress: Progress, ending: Ending, 
 
 
 def _content(request: GenerationRequest, texts: Sequence[str], ending: Ending) -> dict[str, Value | None]:
-    """What was said, which operators have to ask for. The prompt is told as the model read it."""
-    prompt = request.model.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    """What was said, which operators have to ask for: the beginning of the prompt as the model read it, and that of the
+    answer."""
+    told = request.prompt_token_ids[:MAX_TOLD_TOKENS]
+    prompt = request.model.tokenizer.decode(told, skip_special_tokens=False)
     message = {
         "role": "assistant",
-        "parts": [{"type": "text", "content": "".join(texts)}],
+        "parts": [{"type": "text", "content": "".join(texts)[:MAX_TOLD_CHARS]}],
         "finish_reason": ending.finish_reason or "error",
     }
     return {
         "baton.prompt": prompt,
+        "gen_ai.request.stop_sequences": list(request.sampling_params.stop) or None,
         "gen_ai.output.messages": json.dumps([message], ensure_ascii=False),
     }

@@ -38,6 +38,10 @@ def sealed() -> Iterator[BoundedProcess]:
     [
         ({"compute": True}, "it costs more than 0.2 s to do"),
         ({"keep": 2**30}, "it costs more than 32 MiB to do"),
+        (
+            {"say": "\N{GRINNING FACE}" * 2_000_000},
+            "it costs more than 32 MiB to do",
+        ),  # its JSON has six times the bytes
         ({"signal": signal.SIGSEGV}, "it is broken"),
     ],
 )

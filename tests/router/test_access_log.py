@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from common.logs import flip_debug
+from common.logs import flip_debug, set_level
 from protos.baton.v1 import inference_pb2
 from router.api.access_log import AccessLog
 from tests.router.conftest import RunningRouter, StartRouter
@@ -71,5 +71,9 @@ async def test_a_signal_shows_debug_lines_and_no_longer(router: RunningRouter) -
             while logging.getLogger().level != level:  # noqa: ASYNC110 (a signal's effect cannot be awaited)
                 await asyncio.sleep(0.005)
     flip_debug()
+    set_level("warning")  # as changed settings do
+    assert logging.getLogger().level == logging.DEBUG
     flip_debug()
+    assert logging.getLogger().level == logging.WARNING
+    set_level(logging.getLevelName(before))
     assert logging.getLogger().level == before

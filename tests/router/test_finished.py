@@ -17,7 +17,7 @@ from baton.timeline import render_stages
 from common.errors import InvalidArgumentError
 from common.finished_request import FinishedRequest
 from protos.baton.v1 import inference_pb2, types_pb2
-from router.running.finished import MAX_FINISHED, Ending, Finished, stages
+from router.running.finished import MAX_FINISHED, MAX_REASON_CHARS, Ending, Finished, stages
 from router.running.request import Attempt, Progress
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.test_answer import requests
@@ -112,6 +112,10 @@ def test_the_ring_is_bounded_and_tells_the_newest_first() -> None:
     assert finished.latest(5, "another tenant") == []
     assert finished.latest(5, None, "another id") == []
     assert len(finished.latest(5, request.client.tenant, request.request_id)) == 5
+    attempt = Attempt("new", "w:1", 10.0, failure="y" * 10**5)
+    finished.add(request, Progress(attempts=[attempt]), Ending("unavailable", "x" * 10**5))
+    (long,) = finished.latest(1)
+    assert (len(long.reason), len(long.attempts[0].failure)) == (MAX_REASON_CHARS, MAX_REASON_CHARS)
 
 
 async def test_requests_are_told_over_rest_and_grpc(router: RunningRouter, worker: FakeWorker) -> None:

@@ -99,8 +99,8 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield found
 
 
-async def trace(collector: Collector, trace_id: str = TRACE) -> list[SeenSpan]:
-    return await asyncio.to_thread(collector.of, trace_id, {"baton-router"})
+async def trace(collector: Collector, trace_id: str = TRACE, num_answers: int = 1) -> list[SeenSpan]:
+    return await asyncio.to_thread(collector.of, trace_id, {"baton-router"}, num_answers)
 
 
 def named(spans: list[SeenSpan], name: str) -> SeenSpan:
@@ -158,7 +158,7 @@ async def test_requests_over_rest_by_http(
         answer = await client.post("/v1/chat/completions", json={**CHAT, "n": 2, "request_id": "mine"})
         assert answer.status_code == 200
         trace_id = (await client.get("/requests/mine")).json()["trace_id"]
-        spans = await trace(collector, trace_id)
+        spans = await trace(collector, trace_id, num_answers=2)
         roots = [span for span in spans if span.name == "chat tiny"]
         first = next(span for span in roots if not span.parent_id)
         assert [span.parent_id for span in roots if span is not first] == [first.span_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 TIMEOUT_S = 40.0
+SERVER = 2  # the kind of a whole request's span
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,13 +52,14 @@ class Collector:
                     self.spans += [_seen(span, service, protocol) for span in scope.spans]
             self._changed.notify_all()
 
-    def of(self, trace_id: str, services: set[str]) -> list[SeenSpan]:
-        """Waits until each of `services` has sent spans of this trace; all of the trace."""
+    def of(self, trace_id: str, services: set[str], num_answers: int = 1) -> list[SeenSpan]:
+        """Waits until each of `services` has sent all spans of `num_answers` of this trace; all of the trace."""
         deadline = time.monotonic() + TIMEOUT_S
         with self._changed:
             while True:
                 found = [span for span in self.spans if span.trace_id == trace_id]
-                if services <= {span.service for span in found}:
+                ended = Counter(span.service for span in found if span.kind == SERVER)  # each of them comes last
+                if all(ended[service] >= num_answers for service in services):
                     return found
                 assert self._changed.wait(deadline - time.monotonic()), f"no spans but {self.spans}"
 
