@@ -34,7 +34,7 @@ class Pace:
     tpot_ms: float | None  # mean time between two tokens; None if it has one
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class _Kept:
     """What `FinishedRequest` is made of, without the prompt."""
 
@@ -50,10 +50,11 @@ class _Kept:
     ended_at: float
     progress: Progress
     ending: Ending
+    told: FinishedRequest | None = None  # made once, for the first who asks
 
 
 class Finished:
-    """A ring of requests. What is told of each is made when somebody asks."""
+    """A ring of requests. What is told of each is made when somebody first asks, and kept."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
@@ -110,6 +111,12 @@ class Finished:
 
 
 def _told(kept: _Kept) -> FinishedRequest:
+    if kept.told is None:
+        kept.told = _described(kept)
+    return kept.told
+
+
+def _described(kept: _Kept) -> FinishedRequest:
     progress, ending = kept.progress, kept.ending
     report, timings = progress.report, progress.report.timings
     first_token_at, arrived_at = progress.first_token_at, kept.arrived_at

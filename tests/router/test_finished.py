@@ -109,6 +109,7 @@ def test_the_ring_is_bounded_and_tells_the_newest_first() -> None:
     told = finished.latest(2 * MAX_FINISHED)
     assert [one.output_tokens for one in told] == [*range(MAX_FINISHED + 2, 2, -1)]
     assert (told[0].time, told[0].total_ms) == (999.0, 1000.0)
+    assert finished.latest(1)[0] is told[0], "it is made once"
     assert finished.latest(5, "another tenant") == []
     assert finished.latest(5, None, "another id") == []
     assert len(finished.latest(5, request.client.tenant, request.request_id)) == 5

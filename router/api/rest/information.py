@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 from fastapi import Request
@@ -54,19 +53,19 @@ class InformationHandlers(Handlers):
     async def decisions(self, request: Request) -> Response:
         """A key sees the decisions of its tenant's requests, an operator's those of all."""
         made = await self._gateway.latest_decisions(_limit(request, MAX_DECISIONS), visible_tenant())
-        return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
+        return json_response({"decisions": made})
 
     async def requests(self, request: Request) -> Response:
         """Who sees what is as at `/decisions`."""
         told = await self._gateway.latest_requests(_limit(request, MAX_FINISHED), visible_tenant())
-        return json_response({"requests": [dataclasses.asdict(one) for one in told]})
+        return json_response({"requests": told})
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
         told = await self._gateway.latest_requests(1, visible_tenant(), request_id)
         if not told:
             raise NotFoundError(f"request {request_id!r} is none of the last ones that ended", field="request_id")
-        return json_response(dataclasses.asdict(told[0]))
+        return json_response(told[0])
 
     async def version(self, _request: Request) -> Response:
         return json_response({"version": VERSION})
