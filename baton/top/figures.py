@@ -49,8 +49,9 @@ class Summary:
 
 
 def summary(workers: Sequence[FleetWorker], requests: Sequence[FinishedRequest], now: float) -> Summary:
-    """`now` in seconds since 1970. `requests` that ended in the last `RECENT_S` seconds count."""
-    recent = [one for one in requests if now - RECENT_S <= ended_at(one) <= now + RECENT_S]
+    """`now` in seconds since 1970, by the router's clock. `requests` count that ended in the last `RECENT_S`
+    seconds."""
+    recent = [one for one in requests if now - RECENT_S <= ended_at(one)]
     span_s = RECENT_S
     if len(recent) == len(requests) >= MAX_REQUESTS:  # more ended than the router keeps
         span_s = max(now - min(map(ended_at, recent)), 0.1)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
@@ -16,7 +17,7 @@ from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 
 from baton.client.report import FleetWorker
 from baton.timeline import render_stages
-from baton.top.figures import REQUEST_COLUMNS, WORKER_COLUMNS, matches, request_row, summary, worker_row
+from baton.top.figures import REQUEST_COLUMNS, WORKER_COLUMNS, ended_at, matches, request_row, summary, worker_row
 from common.errors import BatonError
 from common.finished_request import FinishedRequest
 
@@ -76,11 +77,12 @@ class Top(App[None]):
         Binding("escape", "clear_filter", "clear", show=False),
     ]
 
-    def __init__(self, look: Look, interval_s: float = 1.0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, look: Look, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._look = look
         self._interval_s = interval_s
         self._clock = clock
+        self._newest = (0.0, 0.0)  # when the last request ended by the router's clock, and was first seen by ours
         self._is_paused = False
         self._is_looking = False
         self._seen = Seen((), ())
@@ -106,11 +108,11 @@ class Top(App[None]):
         self.run_worker(self.refresh_figures(), exclusive=False)
 
     @property
-    def _worker_table(self) -> DataTable[str]:
+    def _worker_table(self) -> DataTable[Text]:
         return self.query_one("#workers", DataTable)
 
     @property
-    def _request_table(self) -> DataTable[str]:
+    def _request_table(self) -> DataTable[Text]:
         return self.query_one("#requests", DataTable)
 
     async def refresh_figures(self) -> None:
@@ -130,12 +132,19 @@ class Top(App[None]):
             self._show()
 
     def _show(self) -> None:
-        told = summary(self._seen.workers, self._seen.requests, self._clock())
+        told = summary(self._seen.workers, self._seen.requests, self._router_time())
         self.query_one("#summary", Static).update(told.in_words())
         self._tokens.append(told.tokens_per_s)
         self.query_one("#tokens", Sparkline).data = list(self._tokens)
         _fill(self._worker_table, [(one.address, worker_row(one)) for one in self._seen.workers])
         self._show_requests()
+
+    def _router_time(self) -> float:
+        """The router's time of day, as far as its requests tell it: this terminal's may be another."""
+        now, newest = self._clock(), max(map(ended_at, self._seen.requests), default=0.0)
+        if newest != self._newest[0]:
+            self._newest = (newest, now)
+        return newest + now - self._newest[1]
 
     def _show_requests(self) -> None:
         found = [one for one in self._seen.requests if matches(one, self._words)]
@@ -175,13 +184,14 @@ class Top(App[None]):
             self.push_screen(TimelineScreen(self._shown[event.cursor_row]))
 
 
-def _fill(table: DataTable[str], rows: Sequence[tuple[str, tuple[str, ...]]]) -> None:
+def _fill(table: DataTable[Text], rows: Sequence[tuple[str, tuple[str, ...]]]) -> None:
     """Shows `rows`, each with its key. The cursor stays on its row, and the view where it is."""
     at, top = table.cursor_row, table.scroll_y
     key = table.ordered_rows[at].key.value if 0 <= at < table.row_count else None
     table.clear()
     for number, (row_key, row) in enumerate(rows):
-        table.add_row(*row, key=f"{row_key} {number}" if row_key in table.rows else row_key)
+        # As `Text`: in a str, the brackets of an IPv6 address are markup.
+        table.add_row(*map(Text, row), key=f"{row_key} {number}" if row_key in table.rows else row_key)
         if row_key == key:
             at = number
     if table.row_count:

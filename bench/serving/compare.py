@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.command_line import outcome
@@ -162,11 +163,13 @@ def _print(base: str, other: str, rows: Sequence[Row], doubts: Sequence[str]) ->
     console = Console()
     table = Table("figure", box=None)
     for column in (Path(base).name, Path(other).name, "change", ""):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(escape(column), justify="right" if column else "left")
     for row in rows:
         style = _STYLES[row.verdict]
         change = "" if row.change is None else f"{row.change:+.1%}"
-        table.add_row(row.name, f"{row.base:,.4g}", f"{row.other:,.4g}", change, f"[{style}]{row.verdict}[/{style}]")
+        table.add_row(
+            escape(row.name), f"{row.base:,.4g}", f"{row.other:,.4g}", change, f"[{style}]{row.verdict}[/{style}]"
+        )
     console.print(table)
     for doubt in doubts:
-        console.print(f"[yellow]{doubt}[/yellow]", highlight=False)
+        console.print(f"[yellow]{escape(doubt)}[/yellow]", highlight=False)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -22,7 +23,7 @@ from bench.serving.run import Progress
 def progress_bar(what: str, num: int) -> Iterator[Progress]:
     """On standard error, if that is a terminal."""
     endings: Counter[Ending] = Counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
         task = bars.add_task(what, total=num)
 
@@ -36,9 +37,8 @@ def progress_bar(what: str, num: int) -> Iterator[Progress]:
 
 def print_run(settings: Mapping[str, Json], made: Figures, console: Console | None = None) -> None:
     console = console or Console()
-    console.print(
-        f"[bold]{settings['model_id']}[/bold] at {settings['base_url']} ({settings['backend']})", highlight=False
-    )
+    model, address = escape(str(settings["model_id"])), escape(str(settings["base_url"]))
+    console.print(f"[bold]{model}[/bold] at {address} ({settings['backend']})", highlight=False)
     table = Table(show_header=False, box=None)
     table.add_column()
     table.add_column(justify="right")
@@ -61,4 +61,4 @@ def print_validity(made: Figures, console: Console) -> None:
     if isinstance(reasons, list) and reasons:
         console.print("[red]invalid: the client was the bottleneck[/red]")
         for reason in reasons:
-            console.print(f"  {reason}", highlight=False)
+            console.print(f"  {reason}", highlight=False, markup=False)

@@ -15,6 +15,7 @@ import click
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bench.command_line import outcome
 from bench.kv.settings import show_progress
@@ -218,6 +219,7 @@ def _measure(options: Options, system: System, target: Target, settings: Measure
         f"{system.name}, {point.load}: {number(point.figures, 'output_throughput'):.4g} tokens/s, "
         f"TTFT p99 {number(point.figures, 'p99_ttft_ms'):.0f} ms" + ("" if point.figures["valid"] else ", invalid"),
         highlight=False,
+        markup=False,
     )
     return point
 
@@ -247,7 +249,7 @@ def _report(
     for index, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if index < 2 else "right")
     for point in points:
-        table.add_row(*_cells(point, is_best=point in front))
+        table.add_row(*map(Text, _cells(point, is_best=point in front)))
     # Where nobody says how wide it may be, it is not folded.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 

@@ -82,12 +82,14 @@ class Router:
 
 async def test_the_screen() -> None:
     pytest.importorskip("textual", reason="textual is not installed: `make install`")
+    from rich.text import Text
     from textual.widgets import DataTable, Input, Static
 
     from baton.top.screen import TimelineScreen, Top
 
     router = Router()
-    app = Top(router.look, interval_s=3600, clock=lambda: NOW)  # type: ignore[arg-type]
+    now = 5.0  # by this terminal's clock, which is not the router's
+    app = Top(router.look, interval_s=3600, clock=lambda: now)  # type: ignore[arg-type]
     async with app.run_test(size=(160, 40)) as pilot:
         await app.workers.wait_for_complete()
         await pilot.pause()
@@ -96,10 +98,15 @@ async def test_the_screen() -> None:
             return str(app.query_one(f"#{name}", Static).render())
 
         def shown(name: str) -> list[list[str]]:
-            table: DataTable[str] = app.query_one(f"#{name}", DataTable)
-            return [table.get_row_at(number) for number in range(table.row_count)]
+            table: DataTable[Text] = app.query_one(f"#{name}", DataTable)
+            return [[str(cell) for cell in table.get_row_at(number)] for number in range(table.row_count)]
 
-        assert text("summary").startswith("1 of 2 workers ready · 3 running, 2 waiting")
+        assert text("summary").startswith(
+            "1 of 2 workers ready · 3 running, 2 waiting · 0.2 requests/s, 1 failed, 2 tokens/s"
+        )
+        now += 11
+        await app.refresh_figures()
+        assert "0.0 requests/s, 0 tokens/s" in text("summary")
         assert [row[1] for row in shown("workers")] == ["d:1", "p:1"]
         assert [row[1] for row in shown("requests")] == ["one", "two"]
 
@@ -116,6 +123,12 @@ async def test_the_screen() -> None:
         assert [row[1] for row in shown("requests")] == ["two"]
         await pilot.press("enter", "escape")
         assert (app.query_one("#filter", Input).value, len(shown("requests"))) == ("", 3)
+
+        router.workers[1] = replace(PREFILL, address="[fd00::a]:50063")  # in a str this would be markup
+        await app.refresh_figures()
+        await pilot.pause()  # until the column is as wide
+        drawn = "".join(segment.text for segment in app.query_one("#workers").render_line(2))
+        assert " [fd00::a]:50063 " in drawn
 
         router.error = UnavailableError("nobody answers")
         await app.refresh_figures()

@@ -18,9 +18,11 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from rich.console import Console
 
 from bench.command import BENCH
 from bench.serving.compare import Verdict, compare, differences
+from bench.serving.console import print_run
 from bench.serving.endpoint import Answer, Question, RefusedError, Target
 from bench.serving.figures import Figures, figures, over_repeats, parse_targets
 from bench.serving.files import COLUMNS, requests_csv
@@ -242,6 +244,13 @@ def test_figures_by_vllms_names() -> None:
     assert made["mean_e2el_ms"] == pytest.approx(300)
     assert made["valid"] is True
     assert {"total_input_tokens", "total_output_tokens", "std_ttft_ms", "max_concurrent_requests"} <= made.keys()
+
+
+def test_an_address_is_printed_as_it_is() -> None:
+    out = io.StringIO()
+    settings = {"model_id": "[m]", "base_url": "http://[fd00::a]:8000", "backend": "openai"}
+    print_run(settings, figures(run_of([outcome(0)]), {}), Console(file=out, width=100))
+    assert out.getvalue().startswith("[m] at http://[fd00::a]:8000 (openai)")
 
 
 def test_goodput_counts_requests_that_meet_every_target() -> None:
