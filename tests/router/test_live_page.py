@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 
 from common.config import RouterSettings
-from common.errors import OverloadedError
+from common.errors import OverloadedError, UnavailableError
 from common.types import WorkerRole
 from protos.baton.v1 import worker_pb2
 from router.api.ui.live import MAX_VIEWERS, Live
@@ -24,6 +24,7 @@ from router.api.worker_views import WorkerViews
 from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
 from router.make_gateway import make_gateway
+from router.processes.process_query import ProcessQuery, T
 from router.processes.router_process import RouterProcess
 from router.running.threads import TextThreads
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
@@ -56,9 +57,20 @@ async def watching(router: RunningRouter, key: str | None = None) -> AsyncIterat
         yield events_of(answer)
 
 
-def live_page(worker: FakeWorker) -> Live:
-    settings = RouterSettings(decode=(worker.address,))
-    process, registry = RouterProcess(settings), Registry([], [worker.address])
+class Hung(RouterProcess):
+    """One of several, of which another does not answer."""
+
+    is_hung = True
+
+    async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None, which: str = "") -> list[T]:
+        if self.is_hung:
+            raise UnavailableError("process 2 does not answer")
+        return await super().ask(query, limit, tenant, which)
+
+
+def live_page(worker: FakeWorker, process: RouterProcess | None = None, **given: Any) -> Live:
+    settings = RouterSettings(decode=(worker.address,), **given)
+    process, registry = process or RouterProcess(settings), Registry([], [worker.address])
     gateway = make_gateway(settings, registry, process, Quotas(None), TextThreads(), TextThreads(1))
     return Live(gateway, registry, WorkerViews(registry, process))
 
@@ -186,9 +198,12 @@ async def test_the_fleet_as_it_is_and_as_it_changes(start_worker: StartWorker, s
         assert page.workers[decode.address]["waiting"] == 7
 
         body = {"prompt": "The capital of France is a city. " * 3, "max_tokens": 4}
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        other.hang_after = 0  # until the page has shown the handoff
+        answer = asyncio.create_task(client.post("/v1/completions", json=body))
         await page.until(lambda: page.handoffs)
         assert page.handoffs == [[prefill.address, other.address, 1]]
+        other.hang_after = None
+        assert (await answer).status_code == 200
         await page.until(lambda: page.samples and page.samples[-1]["output_tokens"] == 4)
         assert page.samples[-1]["requests"] == 1
         assert page.samples[-1]["prompt_tokens"] > 16
@@ -251,6 +266,30 @@ async def test_a_viewer_that_missed_a_change_gets_all_again(worker: FakeWorker) 
     await live.look()  # it still reads the one before
     assert (await anext(parts)).startswith(b"event: full\n")
     await parts.aclose()
+
+
+async def test_viewers_hear_of_looks_that_fail(worker: FakeWorker) -> None:
+    process = Hung(RouterSettings(decode=(worker.address,)))
+    live = live_page(worker, process)
+    parts, looks = live.parts(), asyncio.create_task(live.run())
+    try:
+        async with asyncio.timeout(20):
+            assert (await anext(parts)).startswith(b":")
+            missed = await anext(parts)
+            assert missed == b'event: missed\ndata: {"reason":"the router\'s processes do not answer"}\n\n'
+            process.is_hung = False
+            while (part := await anext(parts)) == missed:
+                pass
+        assert part.startswith(b"event: full\n")
+        await parts.aclose()
+    finally:
+        looks.cancel()
+
+
+async def test_a_viewer_of_looks_that_never_end_is_sent_away(worker: FakeWorker) -> None:
+    live = live_page(worker, request_timeout=0.05, receive_timeout=0.05)
+    async with asyncio.timeout(20):
+        assert [part async for part in live.parts()] == [b": baton\n\n"]
 
 
 async def test_too_many_viewers_are_refused(worker: FakeWorker) -> None:

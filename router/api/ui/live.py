@@ -1,7 +1,8 @@
 """What the live page shows, as server-sent events: one look at the fleet for all viewers, at most twice a second.
 
 `full` comes first: every worker's row, and samples of the last minutes. Then `change`, one for each look: the rows that
-have changed, and what is new. A viewer that reads too slowly misses changes, and gets `full` again.
+have changed, and what is new. A viewer that reads too slowly misses changes, and gets `full` again. `missed` says why a
+look failed.
 
 While nobody watches, one small sample is taken every few seconds, so that a page begins with the last minutes.
 """
@@ -95,6 +96,8 @@ class Live:
         self._samples: deque[Row] = deque(maxlen=MAX_SAMPLES)
         self._seen = _Seen()
         self._latest = _Look(0, b"")
+        self._num_missed = 0  # looks that failed
+        self._missed = b""  # what viewers are told of the last one
         self._is_fresh = False  # whether `_latest` was made for somebody who watches now
         self._num_viewers = 0
         self._wanted = asyncio.Event()  # somebody watches
@@ -109,8 +112,10 @@ class Live:
                     await self.look()
                 except UnavailableError as error:  # another process does not answer just now
                     log.warning("the live page misses a look", extra={"reason": error.message})
+                    self._miss("the router's processes do not answer")
                 except Exception:
                     log.exception("the live page misses a look")
+                    self._miss("the router could not look at its fleet")
                 await asyncio.sleep(LOOK_S)
                 if not self._num_viewers:
                     self._is_fresh = False
@@ -138,15 +143,19 @@ class Live:
         until = time.monotonic() + self._view_s
         self._num_viewers += 1
         self._wanted.set()
-        number = -1
+        number, num_missed = -1, self._num_missed
         try:
             yield b": baton\n\n"
-            if not self._is_fresh:
-                await self._looked.wait()
-            while not self._has_ended and time.monotonic() < until:
+            while not self._has_ended and (left_s := until - time.monotonic()) > 0:
                 look = self._latest
-                if look.number == number:
-                    await self._looked.wait()
+                if num_missed != self._num_missed:
+                    num_missed = self._num_missed
+                    yield self._missed
+                    continue
+                if look.number == number or not self._is_fresh:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(left_s):
+                            await self._looked.wait()
                     continue
                 if look.number == number + 1:
                     yield look.change
@@ -191,6 +200,12 @@ class Live:
         seen.infos = {address: info for address, info in (seen.infos | infos).items() if address in rows}
         self._latest = _Look(self._latest.number + 1, _event("change", told))
         self._is_fresh = True
+        self._looked.set()
+        self._looked.clear()
+
+    def _miss(self, reason: str) -> None:
+        self._num_missed += 1
+        self._missed = _event("missed", {"reason": reason})
         self._looked.set()
         self._looked.clear()
 

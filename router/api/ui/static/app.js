@@ -110,10 +110,10 @@ live.addEventListener("state", () => {
     return;
   }
   health.className = "chip warn";
-  setText(health, live.state === "paused" ? "paused" : "not connected");
+  setText(health, live.state === "paused" ? "paused" : "no news");
   setText(notice, live.state === "refused" ? `The router shows its fleet to operators alone: ${live.problem}` : `No news from the router: ${live.problem}. Trying again.`);
   if (live.state === "refused" && shownTab() !== "playground") askForKey(live.problem);
 });
 
-showTab();
 live.start();
+showTab();

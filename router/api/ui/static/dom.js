@@ -21,6 +21,10 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+export function setClass(node, name) {
+  if (node.className !== name) node.className = name;
+}
+
 export function count(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
@@ -45,6 +49,7 @@ export class SortedTable {
     this.picked = picked;
     this.sort = null;
     this.rows = [];
+    this.shown = new Map(); // {row, cells, node} by key, in the order of the table
     this.body = el("tbody");
     this.heads = columns.map((column, index) =>
       el("th", { scope: "col", class: column.number && "number" },
@@ -69,18 +74,54 @@ export class SortedTable {
       const sign = this.sort.down ? -1 : 1;
       rows = [...rows].sort((a, b) => (value(a) < value(b) ? -sign : value(a) > value(b) ? sign : 0));
     }
-    const focused = this.body.contains(document.activeElement) ? document.activeElement.closest("tr")?.dataset.key : null;
-    this.body.replaceChildren(...rows.map((row) => this.row(row, pickedKey)));
-    if (focused) this.body.querySelector(`tr[data-key="${CSS.escape(focused)}"] button`)?.focus();
+    const focused = this.body.contains(document.activeElement) ? document.activeElement : null;
+    const focusedRow = focused?.closest("tr");
+    const before = this.shown;
+    this.shown = new Map();
+    const numbers = new Map(); // of rows with the same key
+    for (const row of rows) {
+      const key = this.key(row);
+      const number = (numbers.get(key) ?? 0) + 1;
+      numbers.set(key, number);
+      const place = `${number} ${key}`;
+      const shown = before.get(place) ?? this.newRow(key);
+      this.fillRow(shown, row, key === pickedKey);
+      this.shown.set(place, shown);
+    }
+    for (const [place, { node }] of before) if (!this.shown.has(place)) node.remove();
+    this.order();
+    if (focused && document.activeElement !== focused) (focused.isConnected ? focused : focusedRow.querySelector("button"))?.focus();
   }
 
-  row(row, pickedKey) {
-    const key = this.key(row);
-    const cells = this.columns.map((column) => {
-      const shown = column.show ? column.show(row) : column.value(row);
-      return el("td", { class: [column.number && "number", column.class].filter(Boolean).join(" ") || null }, shown ?? "–");
+  // Only rows that change their place are moved: a click on a row that is moved between press and release is lost.
+  order() {
+    let next = this.body.firstChild;
+    for (const { node } of this.shown.values()) {
+      if (next && next !== node && next.nextSibling === node) {
+        next.remove(); // it comes further down
+        next = node;
+      }
+      if (next === node) next = node.nextSibling;
+      else this.body.insertBefore(node, next);
+    }
+  }
+
+  newRow(key) {
+    const cells = this.columns.map((column) => el("td", { class: [column.number && "number", column.class].filter(Boolean).join(" ") || null }));
+    const shown = { row: null, cells, node: el("tr", { "data-key": key }, cells) };
+    if (this.picked) shown.node.addEventListener("click", () => this.picked(shown.row));
+    return shown;
+  }
+
+  // Cells that say the same as before are left alone, and with them focus and selection.
+  fillRow(shown, row, isPicked) {
+    shown.row = row;
+    if (this.picked) setClass(shown.node, isPicked ? "pick picked" : "pick");
+    this.columns.forEach((column, index) => {
+      const cell = shown.cells[index];
+      const content = (column.show ? column.show(row) : column.value(row)) ?? "–";
+      if (!(content instanceof Node)) setText(cell, String(content));
+      else if (!cell.firstChild?.isEqualNode(content)) cell.replaceChildren(content);
     });
-    const pick = this.picked && { class: key === pickedKey ? "pick picked" : "pick", onclick: () => this.picked(row) };
-    return el("tr", { "data-key": key, ...pick }, cells);
   }
 }

@@ -56,7 +56,12 @@ export class Live extends EventTarget {
         for await (const { event, data } of events(await ask("ui/events", { signal }))) {
           if (signal.aborted) return;
           delay = 500;
-          this.#take(event, JSON.parse(data));
+          const told = JSON.parse(data);
+          if (event === "missed") {
+            this.#say("waiting", told.reason);
+            continue;
+          }
+          this.#take(event, told);
           if (this.state !== "live") this.#say("live", "");
         }
         if (signal.aborted) return;

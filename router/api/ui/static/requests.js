@@ -6,17 +6,29 @@ import { miniature, timeline } from "./timeline.js";
 
 const EVERY_MS = 2000;
 const LIMIT = 300;
+const NEXT_LIMIT = 50; // once those that ended before are known
 const COUNTS = {
   num_blocks_moved: "KV blocks moved", num_blocks_lent: "KV blocks lent", num_retries: "retries", num_migrations: "migrations", num_handovers: "handovers",
   num_hedges: "hedges", num_hedges_won: "hedges won", num_preemptions: "preemptions", num_drafted_tokens: "drafted tokens", num_accepted_tokens: "accepted tokens",
 };
 const perToken = (one) => (one.output_tokens > 1 && one.ttft_ms !== null ? (one.total_ms - one.ttft_ms) / (one.output_tokens - 1) : null);
 
+const sameKey = (one) => `${one.request_id} ${one.time} ${one.total_ms}`; // an id may come twice
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // an address that somebody typed
+  }
+}
+
 export class Requests {
   constructor(live) {
     this.live = live;
     this.timer = null;
-    this.known = [];
+    this.known = []; // that ended, the latest first
+    this.isBegun = false; // whether `known` goes back as far as the page shows
     this.chosen = null;
     const field = (name, title, node) => {
       node.id = `r-${name}`;
@@ -44,8 +56,9 @@ export class Requests {
 
   show(chosen) {
     this.hide();
+    this.isBegun = false; // the key may be another one
     this.timer = setInterval(() => this.load(), EVERY_MS);
-    this.choose(decodeURIComponent(chosen), { isGiven: true });
+    this.choose(decoded(chosen), { isGiven: true });
     this.load();
   }
 
@@ -56,12 +69,31 @@ export class Requests {
   async load() {
     if (document.hidden || this.frozen.checked) return;
     try {
-      this.known = (await askJson(`requests?limit=${LIMIT}`)).requests;
+      await this.learn();
       this.problem.textContent = "";
       this.draw();
     } catch (error) {
       this.problem.textContent = error.message;
     }
+  }
+
+  async learn() {
+    const ask = async (limit) => (await askJson(`requests?limit=${limit}`)).requests;
+    if (this.isBegun) {
+      const latest = await ask(NEXT_LIMIT);
+      const before = new Set(this.known.map(sameKey));
+      if (latest.length === NEXT_LIMIT && before.has(sameKey(latest.at(-1)))) {
+        const again = new Set(latest.map(sameKey));
+        this.known = [...latest, ...this.known.filter((one) => !again.has(sameKey(one)))].slice(0, LIMIT);
+        return;
+      }
+      if (latest.length < NEXT_LIMIT) {
+        this.known = latest; // there are no others
+        return;
+      }
+    }
+    this.known = await ask(LIMIT);
+    this.isBegun = true;
   }
 
   draw() {
@@ -91,8 +123,10 @@ export class Requests {
     if (!this.chosen) return;
     try {
       const record = this.known.find((one) => one.request_id === requestId) ?? (await askJson(`requests/${encodeURIComponent(requestId)}`));
+      if (this.chosen !== requestId) return; // another was chosen meanwhile
       this.showDetail(record);
     } catch (error) {
+      if (this.chosen !== requestId) return;
       this.detail.replaceChildren(el("p", { class: "bad" }, error.message));
     }
   }
