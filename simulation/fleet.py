@@ -80,6 +80,7 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._numbers = dict.fromkeys(WorkerRole, 0)
         self._num_starting = dict.fromkeys(WorkerRole, 0)
+        self._asked: list[tuple[WorkerRole, float]] = []  # when the planner asked for each worker
         self._on_their_way: dict[str, _OnItsWay] = {}
         self._paid_s = dict.fromkeys(WorkerRole, 0.0)
         self._busy_s = dict.fromkeys(WorkerRole, 0.0)
@@ -112,6 +113,9 @@ class Fleet:
         for member in self._members.values():
             self._paid_s[member.worker.role] += max(end - member.since, 0.0)
             self._count_work(member.worker)
+        startup_s = 0.0 if self._options.scaling is None else self._options.scaling.startup_s
+        for role, asked_at in self._asked:  # the run may end while a worker starts
+            self._paid_s[role] += min(startup_s, max(end - asked_at, 0.0))
         return Outcome(
             requests=self._outcomes,
             seconds=end,
@@ -300,7 +304,7 @@ class Fleet:
             num_more = wanted - len(serving[role]) - self._num_starting[role]
             for _ in range(num_more):
                 self._num_starting[role] += 1
-                self._paid_s[role] += options.startup_s
+                self._asked.append((role, now))
                 self._clock.at(now + options.startup_s, partial(self._started, role))
             emptiest_first = sorted(serving[role], key=lambda member: member.num_running)
             for member in emptiest_first[: max(-num_more, 0)]:

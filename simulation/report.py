@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from common.types import WorkerRole
-from simulation.outcome import MEASURES, Outcome, Slo, percentile
+from simulation.outcome import MEASURES, Outcome, RequestOutcome, Slo, percentile
 from simulation.scenario import Result
 
 _WIDTH, _HEIGHT, _MARGIN = 340, 240, 52
@@ -109,7 +109,7 @@ def _lines(results: Sequence[Result], slo: Slo) -> str:
     colours = dict(zip(names, _COLOURS, strict=False))
     parts = [_key(colours)]
     for name, value_of in MEASURES.items():
-        values = [sorted(v for r in one.outcome.requests if (v := value_of(r)) is not None) for one in results]
+        values = [sorted(_served(one.outcome, value_of)) for one in results]
         parts.append(_distribution(name, values, getattr(slo, f"{name}_s")))
     parts.append(_over_time("answers under way", [[*_under_way(one.outcome)] for one in results]))
     if any(one.outcome.scaled for one in results):
@@ -118,8 +118,15 @@ def _lines(results: Sequence[Result], slo: Slo) -> str:
     return "".join(parts)
 
 
+def _served(outcome: Outcome, value_of: Callable[[RequestOutcome], float | None]) -> Iterator[float]:
+    """The values that the figures are made of: a failed request has none."""
+    for one in outcome.requests:
+        if not one.failure and one.ttft_s is not None and (value := value_of(one)) is not None:
+            yield value
+
+
 def _distribution(name: str, values: Sequence[Sequence[float]], most_s: float | None) -> str:
-    """Shares of all requests up to each value, which is logarithmic."""
+    """Shares of served requests up to each value, which is logarithmic."""
     known = [1000 * value for each in values if each for value in (each[0], each[-1])]
     if not known:
         return ""

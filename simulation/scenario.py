@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -134,14 +135,15 @@ def scenarios(settings: SimulateSettings) -> list[Scenario]:
             raise ConfigError("sweep", f"{part.strip()!r} ends before it begins")
         ranges[WorkerRole(found[1])] = [*range(first, last + 1)]
     policies = [name.strip() for name in settings.policy.split(",") if name.strip()]
+    num = len(policies) * math.prod(map(len, ranges.values()))
+    if num > MAX_SCENARIOS:  # before they are made: a sweep may name 10^12
+        raise ConfigError("sweep", f"{num} simulations at once; {MAX_SCENARIOS} at most")
     fleets = [dict(zip(ranges, numbers, strict=True)) for numbers in itertools.product(*ranges.values())]
     for fleet in fleets:
         if not fleet[WorkerRole.DECODE] + fleet[WorkerRole.BOTH]:
             raise ConfigError("decode", "a fleet needs a decode worker, or one of both roles")
     if settings.autoscale and settings.both:
         raise ConfigError("both", "the planner scales prefill and decode workers only")
-    if len(policies) * len(fleets) > MAX_SCENARIOS:
-        raise ConfigError("sweep", f"{len(policies) * len(fleets)} simulations at once; {MAX_SCENARIOS} at most")
     return [Scenario(policy, fleet) for policy in policies for fleet in fleets]
 
 

@@ -183,6 +183,8 @@ class SimulatedWorker:
         core = self.core
         if not self._leaps or not output.num_tokens or core.scheduler.num_waiting or output.preempted:
             return 0
+        if len(output.num_tokens) != len(core.scheduler.decodes):
+            return 0  # a step has no room for all of them, so they take turns
         left = LONGEST_LEAP
         for request, num_new in output.num_tokens.items():
             if num_new != 1 or not request.num_output_tokens:

@@ -126,6 +126,20 @@ CASES: dict[str, dict[str, object]] = {
     # Requests wait for blocks, and are preempted.
     "scarce": {"rate": 8.0, "prompt_tokens": 500, "output_tokens": 150, "num_blocks": 40},
 }
+# A step has room for half of those that decode.
+CROWDED: dict[str, object] = {
+    "prefill": 2,
+    "decode": 1,
+    "arrivals": "bursts",
+    "burst_size": 16,
+    "requests": 16,
+    "prompt_tokens": 64,
+    "output_tokens": 100,
+    "length_sigma": 0.5,
+    "max_num_batched_tokens": 8,
+    "chunk_size": 8,
+    "block_size": 16,
+}
 
 
 @cache
@@ -149,6 +163,13 @@ def test_figures_of_a_fleet_that_leaps_are_the_same(case: str) -> None:
     """Single requests may go to other workers: a worker that leaps tells its load at other moments."""
     exact, leaps = (played(case, leap=leap).summary(Slo()) for leap in (False, True))
     for name in ("mean_ttft_ms", "p50_ttft_ms", "mean_tpot_ms", "p50_tpot_ms", "mean_e2e_ms", "duration_s"):
+        assert leaps[name] == pytest.approx(exact[name], rel=0.01), name
+
+
+def test_leaps_wait_until_a_step_has_room_for_all() -> None:
+    requests = traffic(SimulateSettings.model_validate(CROWDED))
+    exact, leaps = (served(requests, **CROWDED, leap=leap).summary(Slo()) for leap in (False, True))
+    for name in ("mean_ttft_ms", "mean_tpot_ms", "duration_s", "steps"):
         assert leaps[name] == pytest.approx(exact[name], rel=0.01), name
 
 
@@ -181,6 +202,18 @@ def test_the_planner_scales_the_fleet_and_paid_seconds_follow() -> None:
     assert result.figures["failed"] == 0
     assert result.figures["prefill_worker_hours"] > result.figures["duration_s"] / 3600
     assert alone.figures["prefill_worker_hours"] == pytest.approx(alone.figures["duration_s"] / 3600)
+
+
+def test_a_worker_that_starts_after_the_end_is_paid_until_the_end() -> None:
+    given = {"rate": 40.0, "requests": 40, "prompt_tokens": 2000, "output_tokens": 2, "block_size": 512}
+    limits = {"startup": 600.0, "scale_up_delay": 0.0, "target_queued_tokens": 1024}
+    (result,) = run(SimulateSettings.model_validate({**given, **limits, "autoscale": True}))
+    outcome = result.outcome
+    asked_at, wanted = outcome.scaled[1]
+    more = sum(wanted.values()) - sum(outcome.scaled[0][1].values())
+    assert (len(outcome.scaled), more > 0) == (2, True)
+    expected = 2 * outcome.seconds + more * (outcome.seconds - asked_at)
+    assert sum(outcome.paid_s.values()) == pytest.approx(expected)
 
 
 def test_figures_are_json(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from baton.cli.main import main
 from common.config import SimulateSettings
 from common.errors import ConfigError
 from common.types import WorkerRole
+from simulation.outcome import RequestOutcome, Slo
+from simulation.report import page
 from simulation.scenario import run, scenarios, slo_of, traffic
 
 
@@ -35,6 +38,7 @@ def test_a_sweep_names_every_fleet_with_every_policy() -> None:
         ({"sweep": "prefill=1-8"}, "sweep: 'prefill=1-8'"),
         ({"sweep": "decode=3..1"}, "sweep: 'decode=3..1' ends"),
         ({"sweep": "prefill=1..99,decode=1..99"}, "sweep: 9801 simulations"),
+        ({"sweep": "prefill=1..99,decode=0..99"}, "sweep: 9900 simulations"),  # counted before they are looked at
         ({"decode": 0}, "decode: a fleet needs"),
         ({"both": 1, "autoscale": True}, "both: the planner"),
         ({"policy": "nearest"}, "policy: 'nearest'"),
@@ -64,6 +68,17 @@ def test_made_traffic_is_the_same_for_the_same_seed(arrivals: str) -> None:
     assert made == traffic(settings(arrivals=arrivals, requests=20, rate=5, length_sigma=1, shared_tokens=64, seed=4))
     assert made != traffic(settings(arrivals=arrivals, requests=20, rate=5, length_sigma=1, shared_tokens=64, seed=5))
     assert len(made) == 20
+
+
+def test_a_failed_request_is_in_no_distribution() -> None:
+    (result,) = run(settings(requests=3))
+    failed = RequestOutcome(at=0.0, num_prompt_tokens=5, num_output_tokens=5, ttft_s=0.001, failure="no room")
+    outcome = replace(result.outcome, requests=[*result.outcome.requests, failed])
+    plots, others = (
+        page([replace(result, outcome=one)], Slo()).split("<figure>")[1:4] for one in (result.outcome, outcome)
+    )
+    assert plots == others
+    assert "time to first token" in plots[0]
 
 
 def test_the_command_plays_a_trace_to_two_fleets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
