@@ -17,6 +17,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,21 +183,25 @@ def _turns(place: str, entry: object) -> list[Turn]:
 # ---------------------------------------------------------------------------------------------------------- internals
 
 
-def _opened(path: Path) -> TextIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """Errors of reading it are `ConfigError` too."""
     try:
-        return path.open(encoding="utf-8-sig", newline="")
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
     except OSError as error:
         raise ConfigError("trace", f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("trace", f"{path}: not text: {error}") from error
+    except csv.Error as error:
+        raise ConfigError("trace", f"{path}: not CSV: {error}") from error
 
 
 def _lines(path: Path, file: Iterable[str]) -> Iterator[tuple[str, str]]:
     """(where it stands, line), without empty ones."""
-    try:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"{path}, line {number}", line
-    except UnicodeDecodeError as error:
-        raise ConfigError("trace", f"{path}: not text: {error}") from error
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield f"{path}, line {number}", line
 
 
 def _runs(place: str, hash_ids: object, size: int, length: int) -> tuple[Run, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import math
@@ -15,7 +16,15 @@ from common.errors import ConfigError
 from common.traffic import arrivals, sizes
 from common.traffic.made import conversations, independent
 from common.traffic.requests import TrafficRequest, answer_id, prompt_token_ids
-from common.traffic.traces import Turn, read_conversations, read_trace, repeated, scaled
+from common.traffic.traces import (
+    Turn,
+    read_azure,
+    read_conversations,
+    read_mooncake,
+    read_trace,
+    repeated,
+    scaled,
+)
 
 NUM = 20_000
 
@@ -155,6 +164,7 @@ def test_azures_trace(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n', "line 1: hash_ids"),
         ('{"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [-1]}\n', "line 1: hash_ids: -1"),
         ("TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
+        (200_000 * "x", "not CSV: field larger"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", "line 2: TIMESTAMP"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,many,1\n", "line 2: ContextTokens"),
@@ -163,6 +173,14 @@ def test_azures_trace(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_read_is_named_with_the_place(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_trace(written(tmp_path / "trace", text))
+
+
+@pytest.mark.parametrize("read", [read_trace, read_azure, read_mooncake, read_conversations])
+def test_a_file_that_is_not_text_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    path = tmp_path / "trace.gz"
+    path.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ConfigError, match=r"trace\.gz: not text"):
+        read(path)
 
 
 def test_other_sizes_times_and_more_of_a_trace(tmp_path: Path) -> None:
