@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.kv.machine import describe_machine
 from bench.serving.endpoint import Target
-from bench.serving.figures import Json
+from bench.serving.figures import Json, number
 from bench.serving.measure import Measured, MeasureSettings
 from bench.serving.outcome import Ending, Outcome
 from bench.serving.page import page
@@ -22,8 +22,8 @@ from common.version import VERSION
 
 ENDINGS = (".json", ".csv", ".html")
 COLUMNS = (
-    "repeat", "number", "ending", "due_s", "sent_s", "ended_s", "send_lag_ms", "queue_ms", "ttft_ms", "tpot_ms",
-    "e2el_ms", "prompt_tokens", "cached_tokens", "output_tokens", "reason",
+    "repeat", "number", "is_warm_up", "ending", "due_s", "sent_s", "ended_s", "send_lag_ms", "queue_ms",
+    "ttft_ms", "tpot_ms", "e2el_ms", "prompt_tokens", "cached_tokens", "output_tokens", "reason",
 )  # fmt: skip
 
 
@@ -65,9 +65,10 @@ def _finite(value: float) -> Json:
     return value if math.isfinite(value) else "inf"
 
 
-def detailed_json(outcomes: Sequence[Outcome]) -> dict[str, Json]:
+def detailed_json(outcomes: Sequence[Outcome], *, warm_up_s: float = 0.0) -> dict[str, Json]:
     """Lists with an entry for each request, in the order of sending, under the names of `vllm bench serve
-    --save-detailed`. Seconds. What did not complete has 0 and an empty list, and its reason in `errors`."""
+    --save-detailed`. Seconds. What did not complete has 0 and an empty list, and its reason in `errors`.
+    `warm_up_s`: what is due before is marked; the figures leave it out."""
     done = [one.ending is Ending.COMPLETED for one in outcomes]
     return {
         "input_lens": [one.prompt_tokens for one in outcomes],
@@ -78,10 +79,12 @@ def detailed_json(outcomes: Sequence[Outcome]) -> dict[str, Json]:
         "start_times": [one.due_s for one in outcomes],
         "queue_times": [one.queue_s for one in outcomes],
         "errors": [one.reason for one in outcomes],
+        "is_warm_up": [one.due_s < warm_up_s for one in outcomes],
     }
 
 
-def requests_csv(runs: Sequence[Sequence[Outcome]]) -> str:
+def requests_csv(runs: Sequence[Sequence[Outcome]], *, warm_up_s: float = 0.0) -> str:
+    """`warm_up_s`: what is due before is marked; the figures leave it out."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
@@ -90,7 +93,8 @@ def requests_csv(runs: Sequence[Sequence[Outcome]]) -> str:
             is_done = one.ending is Ending.COMPLETED
             writer.writerow(
                 [
-                    repeat, one.number, one.ending, _seconds(one.due_s), _seconds(one.sent_s), _seconds(one.ended_s),
+                    repeat, one.number, int(one.due_s < warm_up_s), one.ending,
+                    _seconds(one.due_s), _seconds(one.sent_s), _seconds(one.ended_s),
                     _ms(one.send_lag_s), _ms(one.queue_s), _ms(one.ttft_s) if one.token_times_s else "",
                     _ms(one.tpot_s) if is_done and one.tpot_s is not None else "", _ms(one.e2el_s) if is_done else "",
                     one.prompt_tokens, one.cached_tokens, one.output_tokens, one.reason,
@@ -124,7 +128,7 @@ def write_outputs(
         if path.endswith(".json"):
             text = json.dumps(whole, ensure_ascii=False) + "\n"
         elif path.endswith(".csv"):
-            text = requests_csv(measured.runs)
+            text = requests_csv(measured.runs, warm_up_s=number(settings, "warmup_seconds"))
         else:
             title = f"{measured.model}, {settings.get('label') or settings.get('base_url')}"
             text = page(title, settings, measured.figures, measured.runs)

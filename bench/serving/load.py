@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError
@@ -33,12 +33,14 @@ class Load:
     """`is_open`: requests are due at times of their own. Otherwise a request is due as soon as it has a place."""
 
     conversations: Sequence[Conversation]  # in the order of `start_s`
+    further: Iterator[Conversation] | None = None  # after these, of a closed loop that only `stop_s` ends
     is_open: bool
     max_concurrency: int | None = None  # requests at a time; None: no limit
     stop_s: float | None = None  # no conversation begins later
 
     @property
     def num_requests(self) -> int:
+        """Without `further` ones."""
         return sum(len(one.turns) for one in self.conversations)
 
     @property

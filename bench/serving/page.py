@@ -19,6 +19,7 @@ _ENDINGS = {
     Ending.REFUSED: "#d1690e",
     Ending.CANCELLED: "#6b7280",
 }
+_WARM_UP_COLOUR = "#d4a72c"
 _LEAST_MS = 0.1  # that a logarithmic axis shows: events that come together have no time between them
 LATENCY_ROWS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 LATENCY_COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
@@ -28,16 +29,17 @@ def page(title: str, settings: Mapping[str, Json], made: Figures, runs: Sequence
     """`runs`: the requests of each repeat. The plots over time show the first."""
     targets = settings.get("goodput")
     limits = {name: float(str(value)) for name, value in targets.items()} if isinstance(targets, dict) else {}
-    all_of_them = [outcome for run in runs for outcome in run]
+    warm_up_s = number(settings, "warmup_seconds")
+    counted = [outcome for run in runs for outcome in run if outcome.due_s >= warm_up_s]
     first = runs[0] if runs else ()
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>",
         f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>",
         _verdict(made),
         f"<div class='beside'>{summary_table(made)}<div>{latency_table(made)}{_errors(made)}</div></div>",
-        _over_time(first, limits),
+        _over_time(first, limits, warm_up_s),
         _progress(first),
-        *(_shares(all_of_them, limits)),
+        *_shares(counted, limits),
         _lags(first),
         _settings(settings),
     ]
@@ -124,13 +126,16 @@ def latency_table(made: Figures) -> str:
     return f"<div class='wide'><table>{head}{rows}</table></div>" if rows else ""
 
 
-def _over_time(outcomes: Sequence[Outcome], limits: Mapping[str, float]) -> str:
+def _over_time(outcomes: Sequence[Outcome], limits: Mapping[str, float], warm_up_s: float) -> str:
     """TTFT of each request by when it was due; what did not complete lies on the axis."""
-    series = []
+    groups = [("warm-up", _WARM_UP_COLOUR, [one for one in outcomes if one.due_s < warm_up_s])]
+    counted = [one for one in outcomes if one.due_s >= warm_up_s]
     for ending, colour in _ENDINGS.items():
-        own = [one for one in outcomes if one.ending is ending]
-        points = [(one.due_s, 1000 * one.ttft_s if ending is Ending.COMPLETED else 0.0) for one in own]
-        series.append(Series(name=str(ending), points=thinned(points), kind="dots", colour=colour))
+        groups.append((str(ending), colour, [one for one in counted if one.ending is ending]))
+    series = []
+    for name, colour, own in groups:
+        points = [(one.due_s, 1000 * one.ttft_s if one.ending is Ending.COMPLETED else 0.0) for one in own]
+        series.append(Series(name=name, points=thinned(points), kind="dots", colour=colour))
     levels = [Level(limits["ttft"], "target")] if "ttft" in limits else []
     return chart("TTFT of each request", Axis(title="due, s"), Axis(title="ms"), series, levels)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,9 +74,11 @@ class _Runner:
         self._start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             if not self._load.is_open:
-                left = iter(self._load.conversations)
+                left = itertools.chain(self._load.conversations, self._load.further or ())
                 num_users = self._load.max_concurrency or len(self._load.conversations)
-                for _ in range(min(num_users, len(self._load.conversations))):
+                if self._load.further is None:
+                    num_users = min(num_users, len(self._load.conversations))
+                for _ in range(num_users):
                     group.create_task(self._one_after_another(left))
                 return
             for conversation in self._load.conversations:
@@ -84,8 +87,8 @@ class _Runner:
 
     async def _one_after_another(self, left: Iterator[Conversation]) -> None:
         """One user of a closed loop."""
-        for conversation in left:
-            if self._load.stop_s is not None and self._now() >= self._load.stop_s:
+        while self._load.stop_s is None or self._now() < self._load.stop_s:
+            if (conversation := next(left, None)) is None:
                 return
             await self._talk(conversation)
 

@@ -95,7 +95,7 @@ def _report(asked: Serve, settings: MeasureSettings, measured: Measured, search:
     shown = settings_json(options.target, settings, measured, options.tokenizer)
     whole: dict[str, Json] = {**shown, **search, **measured.figures}
     if asked.is_detailed:
-        whole |= detailed_json(measured.runs[0])
+        whole |= detailed_json(measured.runs[0], warm_up_s=settings.warmup_seconds)
     write_outputs(asked.outputs, whole, shown, measured)
     if asked.as_json:
         print(json.dumps(whole, ensure_ascii=False))

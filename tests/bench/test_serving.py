@@ -24,8 +24,8 @@ from bench.command import BENCH
 from bench.serving.compare import Verdict, compare, differences
 from bench.serving.console import print_run
 from bench.serving.endpoint import Answer, Question, RefusedError, Target
-from bench.serving.figures import Figures, figures, over_repeats, parse_targets
-from bench.serving.files import COLUMNS, requests_csv
+from bench.serving.figures import Figures, Json, figures, over_repeats, parse_targets
+from bench.serving.files import COLUMNS, detailed_json, requests_csv
 from bench.serving.find_rate import find_rate
 from bench.serving.load import Conversation, Load, LoadSettings, Turn
 from bench.serving.numbers import interval, percentile
@@ -102,6 +102,23 @@ def test_arrivals() -> None:
     assert starts(num_prompts=3) == [0.0] * 3
 
 
+@pytest.mark.parametrize(("strategy", "first", "last"), [("linear", 1.0, 10.0), ("exponential", 10.0, 1.0)])
+def test_a_ramp_with_a_duration_goes_over_all_of_it(strategy: str, first: float, last: float) -> None:
+    given = LoadSettings(
+        ramp_up_strategy=strategy, ramp_up_start_rps=first, ramp_up_end_rps=last, duration=60.0, random_input_len=1
+    )
+    mean = 5.5 if strategy == "linear" else 9 / math.log(10)
+    starts = [one.start_s for one in make_load(replace(given, burstiness=math.inf), PlainWords(), "1").conversations]
+    assert len(starts) == pytest.approx(60 * mean, abs=1.5)
+    assert 1 / (starts[1] - starts[0]) == pytest.approx(first, rel=0.6)
+    assert 1 / (starts[-1] - starts[-2]) == pytest.approx(last, rel=0.1)
+    at_random = make_load(given, PlainWords(), "1").conversations
+    assert len(at_random) == pytest.approx(60 * mean, rel=0.3)
+    assert 55 < at_random[-1].start_s < 60
+    two_turns = make_load(replace(given, burstiness=math.inf, num_turns=2), PlainWords(), "1")
+    assert two_turns.num_requests == pytest.approx(60 * mean, abs=3)
+
+
 def test_lengths_and_shared_beginnings() -> None:
     settings = LoadSettings(
         num_prompts=200, random_input_len=20, random_output_len=10, random_range_ratio=0.5, random_prefix_len=4
@@ -175,6 +192,25 @@ async def test_a_closed_loop_has_so_many_users() -> None:
     assert endpoint.most == 3
     assert [one.number for one in run.outcomes] == [*range(20)]
     assert all(one.due_s <= one.sent_s <= one.token_times_s[0] <= one.ended_s for one in run.outcomes)
+
+
+async def test_a_closed_loop_goes_on_until_its_duration_ends() -> None:
+    settings = LoadSettings(max_concurrency=2, duration=60.0, random_input_len=1)
+    made = make_load(settings, PlainWords(), "1")
+    assert made.further is not None
+    assert next(made.further).turns[0].text not in ("", made.conversations[0].turns[0].text)
+    assert make_load(replace(settings, num_prompts=5), PlainWords(), "1").further is None
+
+    turn = Turn(text=" a", num_tokens=1, max_tokens=3)
+    endpoint = FakeEndpoint()
+    further = iter([Conversation(turns=[turn])] * 17)
+    run = await run_load(replace(load(3, max_concurrency=5), further=further, stop_s=3600.0), endpoint)
+    assert (len(run.outcomes), endpoint.most) == (20, 5)
+    for stop_s in (0.0, 0.02):  # comes to an end, and takes none that it does not send
+        endless = itertools.count(1)
+        further = (Conversation(turns=[turn]) for _ in endless)
+        run = await run_load(replace(load(3, max_concurrency=5), further=further, stop_s=stop_s), FakeEndpoint())
+        assert next(endless) - 1 == max(len(run.outcomes) - 3, 0)
 
 
 async def test_an_open_loop_sends_what_is_due_and_a_limit_makes_it_wait() -> None:
@@ -459,6 +495,18 @@ def test_the_page_needs_nothing_else_and_quotes_what_it_shows() -> None:
     assert text.count("<figure>") == 8
     assert "target" in text
     assert len(text) < 500_000
+
+
+def test_warm_up_is_marked_and_left_out_of_distributions() -> None:
+    outcomes = [outcome(0, ttft_s=5.0), *(outcome(number, due_s=1.0 + number) for number in (1, 2))]
+    settings: dict[str, Json] = {"warmup_seconds": 1.0, "goodput": {"ttft": 500.0}}
+    text = page("a model", settings, figures(run_of(outcomes), {}, warm_up_s=1.0), [outcomes])
+    assert "TTFT: 100.0% within 500 ms" in text
+    assert "warm-up</span>" in text
+    assert "warm-up</span>" not in page("a model", {}, figures(run_of(outcomes), {}), [outcomes])
+    rows = csv.DictReader(io.StringIO(requests_csv([outcomes], warm_up_s=1.0)))
+    assert [row["is_warm_up"] for row in rows] == ["1", "0", "0"]
+    assert detailed_json(outcomes, warm_up_s=1.0)["is_warm_up"] == [True, False, False]
 
 
 def test_a_line_of_csv_for_each_request() -> None:
