@@ -59,6 +59,7 @@ def test_a_seed_decides_the_order_and_files_stay_whole(tmp_path: Path) -> None:
     assert order(run(tmp_path, "--at-most-seconds=1000", f"--seed={first}")[1]) == found
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_order(tmp_path: Path) -> None:
     one, other = (order(run(tmp_path, "--at-most-seconds=1000", f"--seed={seed}")[1]) for seed in (1, 2))
     assert sorted(one) == sorted(other)

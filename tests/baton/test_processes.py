@@ -333,7 +333,7 @@ def parent(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_drains(signum: signal.Signals, tmp_path: Path) -> None:
     with parent(tmp_path) as process:
         process.send_signal(signum)

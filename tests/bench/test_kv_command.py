@@ -87,6 +87,7 @@ def test_every_part_has_its_module() -> None:
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file()
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_panel_for_each_part_that_ran(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     results = exposed_results()

@@ -152,6 +152,7 @@ def starts_of_weights(asked: list[str]) -> list[int]:
     return [int(re.search(r"bytes=(\d+)-|$", line)[1] or 0) for line in lines]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
     """From where it broke off, and a bar says how far it is."""
     source = heavy_model(tmp_path / "tiny")
@@ -165,6 +166,7 @@ def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
     assert re.search(r"100%\|.*26\.\d+?M", result.stderr)
 
 
+@pytest.mark.slow
 def test_a_later_process_goes_on_with_a_download(tmp_path: Path) -> None:
     source = heavy_model(tmp_path / "tiny")
     with serving(source, cut=12 << 20, num_errors=1) as (endpoint, asked):
@@ -180,6 +182,7 @@ def test_a_later_process_goes_on_with_a_download(tmp_path: Path) -> None:
     assert 0 < min(later) <= max(later) <= 12 << 20
 
 
+@pytest.mark.slow
 def test_a_damaged_part_of_a_download_is_thrown_away(tmp_path: Path) -> None:
     """It has its length and wrong bytes, as after a power cut."""
     source = heavy_model(tmp_path / "tiny")

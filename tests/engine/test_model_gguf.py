@@ -70,7 +70,9 @@ def test_a_type_means_what_gguf_says(tmp_path: Path, kind: Type) -> None:
 
 
 @pytest.mark.parametrize("kernels", best_and_slow_others)
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize(
+    "architecture", [one if one == "llama" else pytest.param(one, marks=pytest.mark.slow) for one in MODELS]
+)
 def test_logits_and_greedy_tokens_of_the_dequantised_model(folder: Path, architecture: str, kernels: str) -> None:
     file, path = written(folder, architecture)
     runner = make_runner(path, kernels=kernels, num_threads=2)

@@ -397,6 +397,7 @@ def test_a_full_disk_fails_the_blocks_and_leaves_nothing(files: BlockFiles, kv_d
     assert write(files, [1, 2]) == [BLOCK] * 2
 
 
+@pytest.mark.slow
 def test_a_writer_killed_in_mid_write_leaves_nothing_readable(files: BlockFiles, kv_dir: Path) -> None:
     """The kernel kills the writer inside its write, with half of the run in the file."""
     process = run_writer(
@@ -420,7 +421,7 @@ write(files, [2, 3])
     assert write(files, [2, 3]) == [BLOCK] * 2
 
 
-@pytest.mark.parametrize("call", ["os.replace", "os.link"])
+@pytest.mark.parametrize("call", ["os.replace", pytest.param("os.link", marks=pytest.mark.slow)])
 def test_a_writer_killed_between_two_steps_leaves_fewer_names(files: BlockFiles, kv_dir: Path, call: str) -> None:
     process = run_writer(
         kv_dir,
