@@ -67,18 +67,21 @@ PYTEST := $(BIN)/python -m pytest --dist=loadfile
 # Of these folders they run nothing, so they do not read them: each process would take seconds for what they import.
 NOT_READ := --ignore=tests/abuse --ignore=tests/clients --ignore=tests/gpu --ignore=tests/kube
 OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abuse
+QUICK := not slow and not integration
 TIERS := not kernels and not models and not features
 
-# A tier of tests/conftest.py, as a whole. If SAMPLE_SECONDS is set, as in CI, a sample of what `make test` leaves out:
-# no test begins later than that. SAMPLE_SEED gives the order; if it is not set, one is chosen and printed.
+# A tier of tests/conftest.py, as a whole. If SAMPLE_SECONDS is set, as in CI, a sample of what `make test` and
+# `make test-slow` leave out: no test begins later than that. SAMPLE_SEED gives the order; if it is not set, one is
+# chosen and printed.
 SAMPLE := $(if $(SAMPLE_SECONDS),--at-most-seconds=$(SAMPLE_SECONDS) $(if $(SAMPLE_SEED),--seed=$(SAMPLE_SEED)))
 tier = $(PYTEST) --numprocesses=3 --tier=$(1) -m "$(if $(SAMPLE),(slow or integration) and )$(OTHER_TARGETS)" $(SAMPLE) tests
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
-	@$(PYTEST) --numprocesses=4 -m "not slow and not integration and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/integration tests
+	@$(PYTEST) --numprocesses=4 -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/integration \
+		--ignore=tests/engine/kernels --ignore=tests/models tests
 
-test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core: real processes in every way a request can go
-	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(TIERS) and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/engine/kernels --ignore=tests/models tests
+test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core, real processes in every way a request can go; the quick ones of kernels and models
+	@$(PYTEST) --numprocesses=3 -m "(((slow or integration) and $(TIERS)) or ($(QUICK) and (kernels or models))) and $(OTHER_TARGETS)" $(NOT_READ) tests
 
 test-all: test test-slow ## Both (12 minutes on two cores); kernels, models and features have targets of their own
 

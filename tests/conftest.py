@@ -26,7 +26,8 @@ pytest_plugins = ["tests.sample", "tests.first_imports", "tests.longest_first"]
 
 TIERS = {
     **{folder: (folder,) for folder in ("abuse", "clients", "gpu", "integration", "kube")},
-    # Each has a target of its own, since it takes long. `make test` runs what is quick in them.
+    # Each has a target of its own, since it takes long. What is quick in them runs in `make test` (features) or in
+    # `make test-slow` (kernels, models).
     "kernels": ("engine/kernels", "engine/test_sampler.py", "integration/test_kernels.py"),
     "models": (
         "engine/test_embeddings.py",
