@@ -22,7 +22,7 @@ from router.autoscaler.kubernetes import DELETION_COST
 from router.autoscaler.server import serve
 from router.fleet.discovery.kubernetes import EndpointSlices
 from tests.kube.control_plane import ControlPlane, why_not
-from tests.router.autoscaler.test_process import LoadedWorker
+from tests.support.fake_worker import FakeWorker
 
 pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("kubernetes", reason="the extra `kubernetes` is not installed")
@@ -140,7 +140,7 @@ async def _saying(what: str) -> AsyncIterator[None]:
 class Scene:
     """One namespace of a real cluster, and workers here."""
 
-    def __init__(self, plane: ControlPlane, prefill: LoadedWorker, decode: LoadedWorker) -> None:
+    def __init__(self, plane: ControlPlane, prefill: FakeWorker, decode: FakeWorker) -> None:
         self.plane = plane
         self.prefill = prefill
         self.decode = decode
@@ -230,7 +230,7 @@ async def scene(
     for name in ("prefill", "decode"):
         control_plane.apply(deployment(name))
     monkeypatch.setenv("KUBECONFIG", str(service_account(control_plane, tmp_path)))
-    prefill, decode = LoadedWorker(WorkerRole.PREFILL), LoadedWorker(WorkerRole.DECODE)
+    prefill, decode = FakeWorker(WorkerRole.PREFILL), FakeWorker(WorkerRole.DECODE)
     for worker in (prefill, decode):
         await worker.start()
         worker.report(num_free_blocks=100)
@@ -372,7 +372,7 @@ def endpoint_slice(*endpoints: tuple[str, str], port: int = 50061, service: str 
 
 async def test_pods_are_ranked_by_their_load(scene: Scene) -> None:
     host = own_address()
-    worker = LoadedWorker(WorkerRole.DECODE)
+    worker = FakeWorker(WorkerRole.DECODE)
     port = int((await worker.start(f"{host}:0")).rpartition(":")[2])
     worker.report(num_requests_running=3, num_free_blocks=100)
 

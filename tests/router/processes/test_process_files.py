@@ -19,6 +19,7 @@ from common.tls import TlsFiles
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.processes.running import REQUEST, RunningProcesses, running, running_with_file, start
+from tests.router.processes.test_processes import until
 from tests.support.fake_worker import ANSWER, FakeWorker
 
 pytestmark = pytest.mark.slow
@@ -91,9 +92,7 @@ async def test_changed_settings_reach_all(worker: FakeWorker, tmp_path: Path) ->
         path.write_text("max_running: none")
         os.kill(router.pids()[0], signal.SIGKILL)
         await router.said(b"the settings file cannot be used: the old ones stay")
-        async with asyncio.timeout(60):
-            while await router.metric("baton_router_process_restarts_total") != 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(router, "baton_router_process_restarts_total", 1)
         assert await served(8) >= 2
         router.process.terminate()
         assert await router.ended() == 0, router.errors.decode()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -38,7 +39,10 @@ async def begin(client: httpx.AsyncClient, num: int) -> tuple[list[AsyncIterator
 
 async def until(router: RunningProcesses, name: str, value: float, **labels: str) -> None:
     async with asyncio.timeout(60):
-        while await router.metric(name, **labels) != value:  # noqa: ASYNC110 (of other processes)
+        while True:
+            with suppress(httpx.TransportError):  # a process that was just killed had accepted the connection
+                if await router.metric(name, **labels) == value:
+                    return
             await asyncio.sleep(0.05)
 
 
