@@ -12,12 +12,13 @@ import asyncio
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 
 from common import metrics
-from common.errors import BatonError, InvalidArgumentError
+from common.errors import InvalidArgumentError
 from common.sampling import SamplingParams
 from common.tracing import RequestSpans, Span, Value
 from decode_service.prefill_leg import PrefillLeg
@@ -28,7 +29,7 @@ from worker import convert
 from worker.engine_stream import EngineStream, HandoverDue
 from worker.many_calls import Caller, ManyCalls, OneCall
 from worker.port import max_calls
-from worker.request_spans import add_step, add_transfer
+from worker.request_spans import add_step, add_transfer, exported
 from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -128,18 +129,8 @@ class DecodeRun:
         if self._spans is None or self._worker.spans is None:
             await self._run()
             return
-        error = "cancelled"
-        try:
+        with exported(self._worker.spans, partial(self._whole, self._spans)):
             await self._run()
-            error = ""
-        except BatonError as failure:
-            error = f"{failure.grpc_code}: {failure.message}"
-            raise
-        except Exception as failure:
-            error = type(failure).__name__
-            raise
-        finally:
-            self._worker.spans.export(self._whole(self._spans, error))
 
     async def _run(self) -> None:
         request = self._request

@@ -21,7 +21,7 @@ from common.errors import BatonError, IncompatibleError, InvalidArgumentError
 from common.grpc.options import LOSS_NOTICED_S
 from common.grpc.streams import uncancelled
 from common.sampling import SamplingParams
-from common.tracing import RequestSpans, Value
+from common.tracing import RequestSpans, Span, Value
 from engine import messages as m
 from prefill_service.borrowing import Borrowing
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -29,7 +29,7 @@ from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_stream import EngineStream, RequestEvent
 from worker.lease import lease_grace_s
-from worker.request_spans import add_step, add_transfer
+from worker.request_spans import add_step, add_transfer, exported
 from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
 
 log = logging.getLogger(__name__)
@@ -88,25 +88,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if spans is None or worker.spans is None:
             await self._serve(start, params, stream, context, begin, None)
             return
-        error = "cancelled"
-        try:
+        attributes: dict[str, Value] = {
+            "baton.worker": worker.address,
+            "baton.request_id": start.request_id,
+            "baton.prompt_tokens": len(start.prompt_token_ids),
+            "baton.first_block": start.first_block,
+        }
+
+        def whole(error: str) -> list[Span]:
+            name, end = "baton.v1.PrefillService/Prefill", time.monotonic()
+            return spans.whole(name, begin, end, attributes, error=error)
+
+        with exported(worker.spans, whole):
             await self._serve(start, params, stream, context, begin, spans)
-            error = ""
-        except BatonError as failure:
-            error = f"{failure.grpc_code}: {failure.message}"
-            raise
-        except Exception as failure:
-            error = type(failure).__name__
-            raise
-        finally:
-            attributes: dict[str, Value] = {
-                "baton.worker": worker.address,
-                "baton.request_id": start.request_id,
-                "baton.prompt_tokens": len(start.prompt_token_ids),
-                "baton.first_block": start.first_block,
-            }
-            whole = spans.whole("baton.v1.PrefillService/Prefill", begin, time.monotonic(), attributes, error=error)
-            worker.spans.export(whole)
 
     async def _serve(
         self,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.percentiles import percentile
 from common.types import WorkerRole
 
 SHARES = (0.5, 0.9, 0.99)
@@ -110,8 +111,3 @@ MEASURES: dict[str, Callable[[RequestOutcome], float | None]] = {
     "tpot": lambda one: one.tpot_s,
     "e2e": lambda one: one.e2e_s,
 }
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that `share` (0 to 1) of all values do not exceed (nearest rank)."""
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

@@ -6,8 +6,9 @@ import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from common.percentiles import percentile
 from common.types import WorkerRole
-from simulation.outcome import MEASURES, Outcome, RequestOutcome, Slo, percentile
+from simulation.outcome import MEASURES, Outcome, RequestOutcome, Slo
 from simulation.scenario import Result
 
 _WIDTH, _HEIGHT, _MARGIN = 340, 240, 52

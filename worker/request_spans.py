@@ -1,9 +1,31 @@
-"""Spans that both roles make of what their engine tells of a traced request."""
+"""What both roles do for the spans of a traced request."""
 
 from __future__ import annotations
 
-from common.tracing import RequestSpans, Value
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from common.errors import BatonError
+from common.tracing import RequestSpans, Span, SpanSink, Value
 from engine import messages as m
+
+
+@contextmanager
+def exported(sink: SpanSink, spans_of: Callable[[str], Sequence[Span]]) -> Iterator[None]:
+    """Around all work for a request: exports its spans when it ends. `spans_of` takes why it failed, empty if it did
+    not."""
+    error = "cancelled"
+    try:
+        yield
+        error = ""
+    except BatonError as failure:
+        error = f"{failure.grpc_code}: {failure.message}"
+        raise
+    except Exception as failure:
+        error = type(failure).__name__
+        raise
+    finally:
+        sink.export(spans_of(error))
 
 
 def add_step(spans: RequestSpans, step: m.StepTraced, num_prompt_tokens: int | None = None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.client.report import FleetWorker
 from common.finished_request import FinishedRequest
+from common.percentiles import middle_and_late
 from common.types import WorkerRole, WorkerState
 
 RECENT_S = 10.0  # for which requests count that have ended
@@ -65,8 +65,8 @@ def summary(workers: Sequence[FleetWorker], requests: Sequence[FinishedRequest],
         requests_per_s=len(recent) / span_s,
         tokens_per_s=sum(one.output_tokens for one in recent) / span_s,
         num_failed=len(recent) - len(well) - sum(one.status == "cancelled" for one in recent),
-        ttft_ms=_middle_and_late([one.ttft_ms for one in well if one.ttft_ms is not None]),
-        tpot_ms=_middle_and_late([tpot for one in well if (tpot := tpot_ms(one)) is not None]),
+        ttft_ms=middle_and_late([one.ttft_ms for one in well if one.ttft_ms is not None]),
+        tpot_ms=middle_and_late([tpot for one in well if (tpot := tpot_ms(one)) is not None]),
     )
 
 
@@ -144,11 +144,3 @@ def millis(ms: float | None) -> str:
 def _pair(values: tuple[float | None, float | None]) -> str:
     middle, late = values
     return "-" if middle is None else f"{millis(middle)} (p95 {millis(late)})"
-
-
-def _middle_and_late(values: list[float]) -> tuple[float | None, float | None]:
-    """Median and 95th percentile, by nearest rank; None if there are no values."""
-    values = sorted(values)
-    if not values:
-        return None, None
-    return values[math.ceil(0.5 * len(values)) - 1], values[math.ceil(0.95 * len(values)) - 1]

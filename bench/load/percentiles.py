@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+from common import percentiles
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that `share` (0 to 1) of all values do not exceed (nearest rank): one of the values itself.
     Raises `ValueError` if there are none."""
-    if not values:
-        raise ValueError("values: a percentile of nothing")
-    ordered = sorted(values)
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+    return percentiles.percentile(sorted(values), share)
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
@@ -24,6 +23,7 @@ from fastapi.responses import Response
 
 from common import metrics
 from common.errors import ForbiddenError, OverloadedError, UnavailableError
+from common.percentiles import middle_and_late
 from common.version import VERSION
 from router.api.api_keys import current_client
 from router.api.rest.openai.disconnect import EventStream
@@ -292,14 +292,8 @@ def _newest(shares: list[ProcessShare]) -> list[RunningRequest]:
     return sorted(running, key=lambda one: one.time, reverse=True)[:MAX_RUNNING]
 
 
-def _middle_and_late(values: list[float]) -> tuple[float | None, float | None]:
-    """Median and 95th percentile, by nearest rank; None if there are no values."""
-    values = sorted(values)
-    return _rank(values, 0.5), _rank(values, 0.95)
-
-
-def _rank(ordered: list[float], share: float) -> float | None:
-    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 2) if ordered else None
+def _middle_and_late(values: list[float]) -> tuple[float | None, ...]:
+    return tuple(None if value is None else round(value, 2) for value in middle_and_late(values))
 
 
 def _event(name: str, told: Mapping[str, object]) -> bytes:
