@@ -22,6 +22,7 @@ MIN_STEPS = 24  # of a regime: with fewer it takes another one's model
 HUBER = 1.5  # times the median error: errors beyond that count linearly
 NUM_ROUNDS = 4
 ROUGH_P90, ROUGH_P99 = math.log(1.3), math.log(2.0)  # at least, of a model from a handful of steps
+LEAST_SHARE = 0.01  # of the shortest step that was measured: no step is predicted to take less
 SHRINK = 8  # a cell of the residual's grid counts fully only with many more steps than that
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 HEAD_KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -83,7 +84,12 @@ def fit_regime(
         ]
     )
     solution = _robust(columns, seconds)
-    first, num_ramps, num_head = solution[0], len(knots), len(head_knots)
+    # Steps that were interrupted can leave nothing for the short ones, which count as outliers then.
+    first, num_ramps, num_head = (
+        max(float(solution[0]), LEAST_SHARE * float(seconds.min())),
+        len(knots),
+        len(head_knots),
+    )
     layers = _table(knots, first, solution[1 : 1 + num_ramps])
     head = _table(head_knots, 0.0, solution[1 + num_ramps : 1 + num_ramps + num_head])
     coefficients = tuple(float(one) for one in solution[1 + num_ramps + num_head :])

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from common.batch_time import BatchTime, Regime, StepShape
 from common.batch_time_fit import MeasuredStep, fit, fit_roughly
@@ -14,6 +16,8 @@ from engine.blocks.host_tier import BlockCopy, BlockCopyKind
 from engine.device import Ticket, do_nothing
 from engine.learning.learner import LOOK_EVERY, MIN_STEPS, REFIT_S, TRUSTED_STEPS, Learner, Source
 from engine.learning.observed_device import IDLE_S, ObservedDevice
+from engine.learning.quick import points
+from engine.profile.design import Limits, rows_of
 from engine.step import StepInput, StepOutput, StepRow
 from tests.common.test_batch_time import KEY, chunk, decodes, random_shape, truth
 from tests.support.fake_device import TimedDevice
@@ -192,6 +196,18 @@ def test_a_handful_of_steps_give_a_rough_model() -> None:
         assert error(rough, shape) < 0.35
     one = rough.predict(decodes(8, 64))
     assert one.p99 >= 2 * one.median * (1 - 1e-9) > one.p90 > one.median
+
+
+@given(st.lists(st.floats(1e-5, 30.0), min_size=4, max_size=20))
+@example([1.0, 1.0, 1.0, 0.25, 24.0])  # without a least time, one step was predicted to take none
+def test_any_measured_times_give_a_rough_model(seconds: list[float]) -> None:
+    """As on a machine whose processor is taken away in mid-step."""
+    limits = Limits(num_blocks=512, block_size=16, max_model_len=8192, vocab_size=49152, max_rows=64, max_tokens=512)
+    rows = [rows_of(point, limits, random.Random(1)) for point in points(limits)]
+    shapes = [StepInput(number=0, rows=one).shape for one in rows]
+    rough = fit_roughly(KEY, [MeasuredStep(shape, took) for shape, took in zip(shapes, seconds, strict=False)])
+    for shape in shapes:
+        assert 0 < rough.seconds(shape) < math.inf
 
 
 # ------------------------------------------------------------------------------- which steps are learned from
