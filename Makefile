@@ -81,7 +81,8 @@ test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack
 		--ignore=tests/engine/kernels --ignore=tests/models tests
 
 test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core, real processes in every way a request can go; the quick ones of kernels and models
-	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(TIERS) and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/engine/kernels --ignore=tests/models tests
+	@# Two processes: each keeps one stack (3 GiB) and starts others of up to five engines (1.3 GiB each) beside it.
+	@$(PYTEST) --numprocesses=2 -m "(slow or integration) and $(TIERS) and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/engine/kernels --ignore=tests/models tests
 	@# By processes of their own: what they keep would be missing for the stacks above.
 	@$(PYTEST) --numprocesses=4 -m "$(QUICK) and (kernels or models)" $(NOT_READ) tests
 

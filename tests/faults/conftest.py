@@ -121,8 +121,9 @@ class Stages:
         self._open.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stages(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    """Until the end of the matrix: four engines hold 5 GiB, which other stacks of the same run need."""
     stages = Stages(reference, tmp_path_factory.mktemp)
     yield stages
     stages.close()
