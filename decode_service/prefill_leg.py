@@ -62,7 +62,8 @@ class _Call:
 class PrefillLeg:
     """Its way is one task, from `start` to `end`; everything is called from the same event loop.
 
-    `report` and `usage` are the request's: what the leg did is added to them.
+    `report` and `usage` are the request's: what the leg did is added to them. `asked_time`: when the request came to
+    its router, in seconds of the monotonic clock here.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class PrefillLeg:
         stream: EngineStream,
         report: types_pb2.RequestReport,
         usage: types_pb2.Usage,
+        asked_time: float,
         spans: RequestSpans | None = None,
     ) -> None:
         self.queue_ms = 0.0  # in the prefill worker that gave the first token
@@ -79,6 +81,7 @@ class PrefillLeg:
         self.blamed: list[str] = []  # addresses of workers that failed, or lost to one that was asked beside them
         self._report = report
         self._usage = usage
+        self._asked_time = asked_time
         self._spans = spans
         self._calls: list[_Call] = []  # in the order in which they were made, if the request is traced
         self._failures: list[str] = []
@@ -300,6 +303,8 @@ class PrefillLeg:
             retain=request.retain if request.HasField("retain") else None,
             tenant=request.tenant,
             priority=request.priority,
+            targets=request.targets if request.HasField("targets") else None,
+            age_ms=1000 * max(time.monotonic() - self._asked_time, 0.0),
             first_block=first_block,
             connector=worker.settings.connector,
             peer=peer,

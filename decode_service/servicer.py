@@ -30,7 +30,7 @@ from worker.engine_stream import EngineStream, HandoverDue
 from worker.many_calls import Caller, ManyCalls, OneCall
 from worker.port import max_calls
 from worker.request_spans import add_step, add_transfer, exported
-from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
+from worker.shell import Work, Worker, check_hint, check_latency, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -69,6 +69,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         check_names(request.request_id, request.cache_salt)
         check_hint(convert.retain_of(request), request.tenant)
         worker.check_priority(request.priority)
+        check_latency(convert.targets_of(request), request.age_ms)
         worker.check_tokens("prompt_token_ids", request.prompt_token_ids)
         if num_outputs:
             worker.check_tokens("output_token_ids", [*request.prompt_token_ids, *request.output_token_ids])
@@ -121,8 +122,9 @@ class DecodeRun:
         self._report = types_pb2.RequestReport()
         self._usage = types_pb2.Usage()
         self._spans = worker.traced(request.traceparent, request.tracestate)
-        self._leg = PrefillLeg(worker, request, stream, self._report, self._usage, self._spans)
         self._marks = _Marks(time.monotonic())
+        self._asked_time = self._marks.start - request.age_ms / 1000  # when it came to its router
+        self._leg = PrefillLeg(worker, request, stream, self._report, self._usage, self._asked_time, self._spans)
         self._num_sends = 0
 
     async def run(self) -> None:
@@ -148,6 +150,8 @@ class DecodeRun:
                 retain=convert.retain_of(request),
                 tenant=request.tenant,
                 priority=request.priority,
+                targets=convert.targets_of(request),
+                asked_time=self._asked_time,
                 min_remote_tokens=request.min_remote_tokens,
                 traceparent="" if self._spans is None else self._spans.own.traceparent,
             )

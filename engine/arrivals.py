@@ -50,17 +50,20 @@ class Arrivals:
             reason = f"{num_tokens} tokens leave no room in a context of {self._max_model_len}"
             self._refuse(command.request_id, reason, "prompt_token_ids")
             return
+        now = self._clock()
         request = Request(
             request_id=command.request_id,
             token_ids=[*command.prompt_token_ids, *command.output_token_ids],
             num_prompt_tokens=len(command.prompt_token_ids),
             sampling_params=command.sampling_params,
-            arrival_time=self._clock(),
+            arrival_time=now,
             mode=command.mode,
             extra_keys=extra_keys(cache_salt=command.cache_salt),
             retain=command.retain,
             tenant=command.tenant,
             priority=command.priority,
+            targets=command.targets,
+            age_s=0.0 if command.asked_time is None else max(now - command.asked_time, 0.0),
             first_block=command.first_block,
             num_lendable_blocks=command.num_lendable_blocks,
             min_remote_tokens=command.min_remote_tokens,

@@ -14,6 +14,7 @@ import msgspec
 from common.cache_hints import Retain
 from common.metric_relay import Change
 from common.sampling import SamplingParams
+from common.targets import LatencyTargets
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from kv_store.base import BlockRef
 
@@ -53,6 +54,8 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     retain: Retain | None = None
     tenant: str = ""  # whose share of what may be retained its prompt's blocks take
     priority: int = 0
+    targets: LatencyTargets | None = None
+    asked_time: float | None = None  # when it came to its router, in seconds of the engine's clock; None: just now
     output_token_ids: list[int] = []  # LOCAL and REMOTE: already generated elsewhere, and already with the client
     first_block: int = 0  # PREFILL: first index in the block table that has to be published
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here

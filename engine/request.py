@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from common.cache_hints import Retain
 from common.sampling import SamplingParams
+from common.targets import LatencyTargets
 from common.types import PRIORITY_S, FinishReason
 from engine.messages import Embed, RequestMode
 from engine.sampling.logit_changes import LogitChanges
@@ -57,6 +58,8 @@ class Request:
     retain: Retain | None = None
     tenant: str = ""  # whose share of what may be retained its prompt's blocks take
     priority: int = 0  # lower is sooner
+    targets: LatencyTargets | None = None
+    age_s: float = 0.0  # time from its arrival at its router to `arrival_time`
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`

@@ -30,7 +30,7 @@ from worker import convert
 from worker.engine_stream import EngineStream, RequestEvent
 from worker.lease import lease_grace_s
 from worker.request_spans import add_step, add_transfer, exported
-from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
+from worker.shell import Work, Worker, check_hint, check_latency, check_names, ends_counted, error_from
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         check_names(start.request_id, start.cache_salt)
         check_hint(convert.retain_of(start), start.tenant)
         worker.check_priority(start.priority)
+        check_latency(convert.targets_of(start), start.age_ms)
         worker.check_tokens("prompt_token_ids", start.prompt_token_ids)
         num_blocks = -(-num_tokens // worker.ready.spec.block_size)
         if start.first_block > num_blocks:
@@ -123,6 +124,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 retain=convert.retain_of(start),
                 tenant=start.tenant,
                 priority=start.priority,
+                targets=convert.targets_of(start),
+                asked_time=begin - start.age_ms / 1000,
                 first_block=start.first_block,
                 num_lendable_blocks=start.first_block if start.peer and worker.ready.is_read_from_memory else 0,
                 traceparent="" if spans is None else spans.own.traceparent,

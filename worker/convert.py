@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from common.cache_hints import Retain
 from common.sampling import SamplingParams, resolve
+from common.targets import LatencyTargets
 from common.validation import ModelLimits
 from engine import messages as m
 from kv_store.base import BlockRef
 from protos.baton.v1 import decode_pb2, prefill_pb2, types_pb2
-from protos.messages import given_fields
+from protos.messages import given_fields, value_of
 
 
 def sampling_params(
@@ -30,6 +31,10 @@ def retain_of(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillStart) -> R
     if not message.HasField("retain"):
         return None
     return Retain(message.retain.seconds, message.retain.num_tokens)
+
+
+def targets_of(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillStart) -> LatencyTargets | None:
+    return value_of(message.targets, LatencyTargets) if message.HasField("targets") else None
 
 
 def block_ref(message: types_pb2.BlockRef) -> BlockRef:

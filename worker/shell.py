@@ -29,6 +29,7 @@ from common.grpc.transport import Channels
 from common.logs import flip_debug
 from common.model_files import broken_template
 from common.retry_budget import RetryBudget
+from common.targets import LatencyTargets, check_age_ms, check_targets
 from common.tracing import RequestSpans, SpanSink, Traced, sampled_context
 from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_priority, check_prompt
@@ -219,6 +220,13 @@ def check_hint(retain: Retain | None, tenant: str) -> None:
         check_retain(retain, MAX_RETAIN_S)
     if len(tenant) > MAX_NAME_CHARS:
         raise InvalidArgumentError("tenant", f"must have at most {MAX_NAME_CHARS} characters, not {len(tenant)}")
+
+
+def check_latency(targets: LatencyTargets | None, age_ms: float) -> None:
+    """Raises `InvalidArgumentError`."""
+    if targets is not None:
+        check_targets(targets, "targets")
+    check_age_ms(age_ms, "age_ms")
 
 
 @contextlib.contextmanager

@@ -185,6 +185,8 @@ class Attempts:
                 retain=None if request.retain is None else message_of(request.retain, types_pb2.Retain),
                 tenant=request.client.owner,
                 priority=request.priority,
+                targets=None if request.targets is None else message_of(request.targets, types_pb2.LatencyTargets),
+                age_ms=1000 * max(self._clock() - request.arrived_at, 0.0),
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,
                 min_remote_tokens=decision.min_remote_tokens,

@@ -11,6 +11,7 @@ from common.beam_search import BeamSearchParams
 from common.cache_hints import Retain
 from common.guided import Guided
 from common.sampling import FieldName, SamplingParams
+from common.targets import LatencyTargets
 from common.tracing import TraceContext, Traced
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
@@ -80,7 +81,9 @@ class GenerationRequest:
     cache_salt: str = ""
     retain: Retain | None = None
     priority: int = 0
-    arrived_at: float
+    targets: LatencyTargets | None = None
+    slo_class: str = ""  # the class that it belongs to; empty: none
+    arrived_at: float  # time.monotonic() at which it came
     deadline: float  # time.monotonic() at which the client gives up
     client: ApiClient = NOBODY
     session: str = ""  # requests of one session belong together; empty: it belongs to none
@@ -106,6 +109,8 @@ class GenerationRequest:
         """The client's name for a field of `DecodeRequest`, as workers name it in errors."""
         if field in ("prompt_token_ids", "output_token_ids"):
             return self.prompt_field
+        if field.split(".")[0] == "targets":
+            return field.replace("targets", "slo", 1)
         name = field.removeprefix("sampling_params.")
         return field if name == field else self.sampling_field(name)
 

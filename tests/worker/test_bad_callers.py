@@ -45,6 +45,9 @@ BAD_DECODES: list[tuple[str, dict[str, object]]] = [
     ("priority", {"priority": -3}),
     ("retain.seconds", {"retain": types_pb2.Retain(seconds=math.inf)}),
     ("tenant", {"tenant": "x" * 5000}),
+    ("targets", {"targets": types_pb2.LatencyTargets()}),
+    ("targets.tpot_ms", {"targets": types_pb2.LatencyTargets(ttft_ms=1, tpot_ms=math.nan)}),
+    ("age_ms", {"age_ms": math.inf}),
 ]
 
 
@@ -73,6 +76,8 @@ async def test_decode_requests_that_no_router_sends(start_worker: StartWorker) -
         ("request_id", {"request_id": "x" * 5000}),
         ("priority", {"priority": 7}),
         ("retain.seconds", {"retain": types_pb2.Retain(seconds=-1.0)}),
+        ("targets.ttft_ms", {"targets": types_pb2.LatencyTargets(ttft_ms=-1)}),
+        ("age_ms", {"age_ms": -1.0}),
         ("sampling_params.logit_bias", {"sampling_params": types_pb2.SamplingParams(logit_bias={-1: 1.0})}),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import grpc
@@ -42,6 +43,21 @@ async def test_both_workers_hear_what_to_retain(prefill: Front, decode: Front) -
     for one in (prefill, decode):
         told = [(command["retain"], command["tenant"]) for command in one.told("AddRequest")]
         assert told == [({"seconds": 60.0, "num_tokens": 8}, "tenant t"), (None, "")]
+
+
+async def test_both_workers_hear_of_targets_and_age(prefill: Front, decode: Front) -> None:
+    targets, age_s, begin = types_pb2.LatencyTargets(tpot_ms=50), 5.0, time.monotonic()
+    asked = request_of(PROMPT, [prefill], targets=targets, age_ms=1000 * age_s)
+    await read(decode.decode.Decode(asked))
+    await read(decode.decode.Decode(request_of(PROMPT, [prefill])))
+    end, asked_times = time.monotonic(), []
+    for one in (decode, prefill):
+        first, second = one.told("AddRequest")
+        assert (first["targets"], second["targets"]) == ({"ttft_ms": None, "tpot_ms": 50.0}, None)
+        assert begin - age_s <= first["asked_time"] <= end - age_s
+        assert begin <= second["asked_time"] <= end
+        asked_times.append(first["asked_time"])
+    assert asked_times[0] <= asked_times[1]  # the way to the prefill worker is no part of what it is told
 
 
 async def test_the_first_token_does_not_wait_for_blocks(prefill: Front, decode: Front) -> None:

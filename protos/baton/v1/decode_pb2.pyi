@@ -198,6 +198,8 @@ class DecodeRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """as the router knows the worker; refused if it differs"""
@@ -212,6 +214,8 @@ class DecodeRequest(_message.Message):
     traceparent: _builtins.str
     """W3C Trace Context: the router's span of this call, if it is sampled"""
     tracestate: _builtins.str
+    age_ms: _builtins.float
+    """how long ago the request came to its router, as this is sent"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -230,6 +234,10 @@ class DecodeRequest(_message.Message):
     def retain(self) -> _types_pb2.Retain:
         """on this worker and the prefill worker"""
 
+    @_builtins.property
+    def targets(self) -> _types_pb2.LatencyTargets:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -247,10 +255,12 @@ class DecodeRequest(_message.Message):
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        targets: _types_pb2.LatencyTargets | None = ...,
+        age_ms: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "hedge_after_s", b"hedge_after_s", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "hedge_after_s", b"hedge_after_s", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hedge_after_s: _TypeAlias = _typing.Literal["hedge_after_s"]  # noqa: Y015
     _WhichOneofArgType__hedge_after_s: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s"]  # noqa: Y015

@@ -36,6 +36,8 @@ class GenerateRequest(_message.Message):
     RETAIN_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """assigned if empty; comes back in every message and log line"""
     model: _builtins.str
@@ -48,6 +50,8 @@ class GenerateRequest(_message.Message):
     """lower is sooner; other than 0 only if workers have --queue-policy priority"""
     add_special_tokens: _builtins.bool
     """true; the tokenizer's own, to a prompt that is text"""
+    slo_class: _builtins.str
+    """a class of targets that the router knows"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -59,6 +63,10 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def choices(self) -> Global___Choices:
         """unset: one answer"""
+
+    @_builtins.property
+    def slo(self) -> _types_pb2.LatencyTargets:
+        """each number that is unset: as the class says, or else the router"""
 
     def __init__(
         self,
@@ -73,10 +81,12 @@ class GenerateRequest(_message.Message):
         retain: _types_pb2.Retain | None = ...,
         choices: Global___Choices | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        slo: _types_pb2.LatencyTargets | None = ...,
+        slo_class: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "choices", b"choices", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "choices", b"choices", "retain", b"retain", "sampling_params", b"sampling_params", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "choices", b"choices", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "choices", b"choices", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "slo", b"slo", "slo_class", b"slo_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -356,6 +366,8 @@ class ChatRequest(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     cache_salt: _builtins.str
@@ -370,6 +382,7 @@ class ChatRequest(_message.Message):
     """the answer continues the last message, which is the assistant's"""
     chat_template: _builtins.str
     """in place of the model's, where the router allows it; empty: the model's"""
+    slo_class: _builtins.str
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -385,6 +398,10 @@ class ChatRequest(_message.Message):
     @_builtins.property
     def choices(self) -> Global___Choices:
         """unset: one answer"""
+
+    @_builtins.property
+    def slo(self) -> _types_pb2.LatencyTargets:
+        """as in GenerateRequest"""
 
     def __init__(
         self,
@@ -404,10 +421,12 @@ class ChatRequest(_message.Message):
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
         chat_template: _builtins.str = ...,
+        slo: _types_pb2.LatencyTargets | None = ...,
+        slo_class: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "choices", b"choices", "parallel_tool_calls", b"parallel_tool_calls", "retain", b"retain", "sampling_params", b"sampling_params", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "choices", b"choices", "parallel_tool_calls", b"parallel_tool_calls", "retain", b"retain", "sampling_params", b"sampling_params", "slo", b"slo", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "cache_salt", b"cache_salt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "choices", b"choices", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "cache_salt", b"cache_salt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "choices", b"choices", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "slo", b"slo", "slo_class", b"slo_class", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015

@@ -78,6 +78,8 @@ class PrefillStart(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
@@ -93,6 +95,8 @@ class PrefillStart(_message.Message):
     traceparent: _builtins.str
     """W3C Trace Context: the caller's span of this stream, if it is sampled"""
     tracestate: _builtins.str
+    age_ms: _builtins.float
+    """how long ago the request came to its router, as this is sent"""
     peer: _builtins.bytes
     """the caller's KVConnector.describe() if it lends blocks before first_block"""
     @_builtins.property
@@ -101,6 +105,10 @@ class PrefillStart(_message.Message):
     def sampling_params(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
     def retain(self) -> _types_pb2.Retain: ...
+    @_builtins.property
+    def targets(self) -> _types_pb2.LatencyTargets:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -116,11 +124,13 @@ class PrefillStart(_message.Message):
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        targets: _types_pb2.LatencyTargets | None = ...,
+        age_ms: _builtins.float = ...,
         peer: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

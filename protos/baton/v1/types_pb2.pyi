@@ -281,6 +281,39 @@ class Retain(_message.Message):
 Global___Retain: _TypeAlias = Retain  # noqa: Y015
 
 @_typing.final
+class LatencyTargets(_message.Message):
+    """Latency targets of a request, in milliseconds. An unset field: no such target. At least one is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
+    ttft_ms: _builtins.float
+    """request at the router to its first token there"""
+    tpot_ms: _builtins.float
+    """mean time from one token of the answer to the next one"""
+    def __init__(
+        self,
+        *,
+        ttft_ms: _builtins.float | None = ...,
+        tpot_ms: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
+    _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_ms) -> _WhichOneofReturnType__tpot_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+
+Global___LatencyTargets: _TypeAlias = LatencyTargets  # noqa: Y015
+
+@_typing.final
 class TokenSequence(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -509,6 +542,7 @@ class RequestReport(_message.Message):
     NUM_HEDGES_FIELD_NUMBER: _builtins.int
     NUM_HEDGES_WON_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """address; empty if the decode worker prefilled in place"""
     decode_worker: _builtins.str
@@ -544,6 +578,10 @@ class RequestReport(_message.Message):
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """what was made of the request that its client may not expect"""
 
+    @_builtins.property
+    def slo(self) -> Global___SloReport:
+        """unset if the request had no latency targets and no class"""
+
     def __init__(
         self,
         *,
@@ -564,14 +602,66 @@ class RequestReport(_message.Message):
         num_hedges: _builtins.int = ...,
         num_hedges_won: _builtins.int = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        slo: Global___SloReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "notes", b"notes", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "notes", b"notes", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "slo", b"slo", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestReport: _TypeAlias = RequestReport  # noqa: Y015
+
+@_typing.final
+class SloReport(_message.Message):
+    """What became of a request's latency targets, as its router measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
+    TTFT_MET_FIELD_NUMBER: _builtins.int
+    TPOT_MET_FIELD_NUMBER: _builtins.int
+    slo_class: _builtins.str
+    """empty: none"""
+    tpot_ms: _builtins.float
+    """unset if the answer has one token"""
+    ttft_met: _builtins.bool
+    """unset if there was no such target"""
+    tpot_met: _builtins.bool
+    """unset if there was no such target, or the answer has one token"""
+    @_builtins.property
+    def targets(self) -> Global___LatencyTargets:
+        """those that it had, wherever they came from"""
+
+    def __init__(
+        self,
+        *,
+        slo_class: _builtins.str = ...,
+        targets: Global___LatencyTargets | None = ...,
+        tpot_ms: _builtins.float | None = ...,
+        ttft_met: _builtins.bool | None = ...,
+        tpot_met: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_met", b"_tpot_met", "_tpot_ms", b"_tpot_ms", "_ttft_met", b"_ttft_met", "targets", b"targets", "tpot_met", b"tpot_met", "tpot_ms", b"tpot_ms", "ttft_met", b"ttft_met"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_met", b"_tpot_met", "_tpot_ms", b"_tpot_ms", "_ttft_met", b"_ttft_met", "slo_class", b"slo_class", "targets", b"targets", "tpot_met", b"tpot_met", "tpot_ms", b"tpot_ms", "ttft_met", b"ttft_met"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_met: _TypeAlias = _typing.Literal["tpot_met"]  # noqa: Y015
+    _WhichOneofArgType__tpot_met: _TypeAlias = _typing.Literal["_tpot_met", b"_tpot_met"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
+    _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_met: _TypeAlias = _typing.Literal["ttft_met"]  # noqa: Y015
+    _WhichOneofArgType__ttft_met: _TypeAlias = _typing.Literal["_ttft_met", b"_ttft_met"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_met) -> _WhichOneofReturnType__tpot_met | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_ms) -> _WhichOneofReturnType__tpot_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_met) -> _WhichOneofReturnType__ttft_met | None: ...
+
+Global___SloReport: _TypeAlias = SloReport  # noqa: Y015
 
 @_typing.final
 class BlockRef(_message.Message):
