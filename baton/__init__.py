@@ -13,14 +13,26 @@ if TYPE_CHECKING:
     from baton.offline.params import SamplingParams
     from common.beam_search import BeamSearchParams
     from common.cache_hints import Retain
+    from common.targets import LatencyTargets
 
-__all__ = ["LLM", "AsyncClient", "BeamSearchParams", "Client", "Message", "Retain", "SamplingParams", "Tool"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "BeamSearchParams",
+    "Client",
+    "LatencyTargets",
+    "Message",
+    "Retain",
+    "SamplingParams",
+    "Tool",
+]
 
 _PLACES = {
     "AsyncClient": "baton.client.async_client",
     "BeamSearchParams": "common.beam_search",
     "Client": "baton.client.sync_client",
     "LLM": "baton.offline.llm",
+    "LatencyTargets": "common.targets",
     "Message": "baton.client.messages",
     "Retain": "common.cache_hints",
     "SamplingParams": "baton.offline.params",

@@ -17,12 +17,14 @@ import time
 
 from baton.client.report import RequestReport, Usage
 from common.finished_request import FinishedRequest
+from common.targets import LatencyTargets
 from common.types import FinishReason
 
 _NAME_WIDTH = 12
 _STAGE_WIDTH = 15
 _TIME_WIDTH = 12
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+_MET = {True: "met", False: "missed", None: "not known"}
 _ASCII = str.maketrans({"→": "->", "·": "-", "█": "#", **dict.fromkeys(_EIGHTHS[1:8], "#")})
 
 
@@ -75,6 +77,9 @@ def render_stages(request: FinishedRequest, *, width: int = 80, ascii_only: bool
     lines.append(
         f"  {request.prompt_tokens} prompt tokens ({request.cached_tokens} cached), {request.output_tokens} tokens"
     )
+    targets = LatencyTargets(request.ttft_target_ms, request.tpot_target_ms)
+    for words in _of_slo(request.slo_class, targets, request.ttft_met, request.tpot_met, request.tpot_ms):
+        lines += textwrap.wrap(words, width, initial_indent="  ", subsequent_indent="    ")
     for attempt in request.attempts:
         if attempt.failure or attempt.cause != "new":
             fact = f"{attempt.cause} on {attempt.decode_worker} after {_ms(attempt.start_ms)}"
@@ -125,6 +130,9 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
         lines.append(f"prefill and decode on {decode}")
     if report.fallback_reason:
         lines.append(f"computed in place: {report.fallback_reason}")
+    if (slo := report.slo) is not None:
+        targets = slo.targets or LatencyTargets()
+        lines += _of_slo(slo.slo_class, targets, slo.ttft_met, slo.tpot_met, slo.tpot_ms)
     if report.num_drafted_tokens:
         lines.append(f"{report.num_accepted_tokens} of {report.num_drafted_tokens} drafted tokens were right")
     counts = [("retries", report.num_retries), ("migrations", report.num_migrations)]
@@ -132,3 +140,16 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
     counts.append(("preemptions", report.num_preemptions))
     notable = ", ".join(f"{name}: {count}" for name, count in counts if count)
     return [*lines, notable] if notable else lines
+
+
+def _of_slo(
+    slo_class: str, targets: LatencyTargets, ttft_met: bool | None, tpot_met: bool | None, tpot_ms: float | None
+) -> list[str]:
+    """What became of the latency targets, in a line; none if there were no targets and no class."""
+    facts = [f"class {slo_class}"] if slo_class else []
+    if targets.ttft_ms is not None:
+        facts.append(f"first token within {_ms(targets.ttft_ms)}: {_MET[ttft_met]}")
+    if targets.tpot_ms is not None:
+        took = "" if tpot_ms is None else f" ({_ms(tpot_ms)})"
+        facts.append(f"{_ms(targets.tpot_ms)} a token: {_MET[tpot_met]}{took}")
+    return [f"latency targets: {', '.join(facts)}"] if facts else []

@@ -68,5 +68,11 @@ class FinishedRequest:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     fallback_reason: str = ""
+    tpot_ms: float | None = None  # mean time from one token to the next; None if there are not two
+    slo_class: str = ""  # this and the next four: `SloReport` of the answer's report
+    ttft_target_ms: float | None = None  # None: it had no such target
+    tpot_target_ms: float | None = None
+    ttft_met: bool | None = None
+    tpot_met: bool | None = None
     attempts: tuple[FinishedAttempt, ...] = ()
     stages: tuple[Stage, ...] = ()

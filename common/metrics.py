@@ -60,6 +60,16 @@ router_tpot = Histogram(
 router_e2e = Histogram(
     "baton_router_request_seconds", "From the request at the router to its last token.", buckets=LATENCY_BUCKETS
 )
+router_slo_requests = Counter(
+    "baton_router_slo_requests",
+    "Answers with latency targets or a class that ended, by class and by what became of each target: met, missed, or "
+    "none (there was no such target, or it is not known).",
+    ["class", "ttft", "tpot"],
+)
+router_goodput_requests = Counter(
+    "baton_router_goodput_requests", "Whole answers that met each of their latency targets, by class.", ["class"]
+)
+router_goodput_tokens = Counter("baton_router_goodput_tokens", "Tokens of those answers.", ["class"])
 router_retries = Counter(
     "baton_router_retries", "Requests sent to another worker before their first token, or embedding.", ["reason"]
 )

@@ -41,6 +41,7 @@ from router.api.worker_views import WorkerViews
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
+from router.limits.targets import GivenTargets
 from router.make_gateway import make_gateway
 from router.processes.router_process import RouterProcess
 from router.reload import Reload, SettingsFile
@@ -80,7 +81,8 @@ async def serve(
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
     process = process or RouterProcess(settings)
-    quotas = Quotas(settings.limits_file, ledger=process.ledger)
+    targets = GivenTargets(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
+    quotas = Quotas(settings.limits_file, ledger=process.ledger, targets=targets)
     threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
     template_threads = TextThreads(1, what="chat templates wait to be rendered")
     traces = make_trace_export(settings, "baton-router", sample=settings.trace_sample)

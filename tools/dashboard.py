@@ -77,6 +77,19 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel("Time to first token", "s", quantiles("baton_router_time_to_first_token_seconds", ROUTER)),
         Panel("Time per output token", "s", quantiles("baton_router_time_per_output_token_seconds", ROUTER)),
+        Panel(
+            "Latency targets",
+            "reqps",
+            (
+                (
+                    rate("baton_router_slo_requests_total", ROUTER, "class, ttft, tpot"),
+                    "{{class}}: first token {{ttft}}, others {{tpot}}",
+                ),
+                (rate("baton_router_goodput_requests_total", ROUTER, "class"), "{{class}}: goodput"),
+                (rate("baton_router_goodput_tokens_total", ROUTER, "class"), "{{class}}: tokens in time/s"),
+            ),
+            "Answers that met or missed their targets, for the first token and for the others. Goodput: all were met.",
+        ),
         Panel("Whole request", "s", quantiles("baton_router_request_seconds", ROUTER)),
         Panel(
             "Recoveries",

@@ -17,6 +17,7 @@ from baton.client.requests import (
     retain_message,
     sampling_message,
     sampling_options,
+    targets_message,
     template_options,
     tool_choice_message,
     tool_messages,
@@ -26,6 +27,7 @@ from common.choices import AnswerOptions
 from common.errors import ConfigError
 from common.grpc.options import CLIENT_CHANNEL_OPTIONS
 from common.grpc.transport import channel_credentials, name_options
+from common.targets import LatencyTargets
 from common.tls import TlsFiles
 from protos.baton.v1 import inference_pb2
 
@@ -86,6 +88,8 @@ class BaseClient(ABC, Generic[AnswerT]):
         cache_salt: str = "",
         retain: Retain | None = None,
         priority: int = 0,
+        slo: LatencyTargets | None = None,
+        slo_class: str = "",
         session: str = "",
         explain: bool = False,
         **options: Unpack[AnswerOptions],
@@ -93,8 +97,9 @@ class BaseClient(ABC, Generic[AnswerT]):
         """Continues a prompt, given as text or as token ids. `options` are sampling parameters, and those of
         `common.choices`: with `n=3` the answer has three `results()`, and chunks tell them apart by `index`.
 
-        Requests of one `session` go to one worker, if the router's policy minds sessions. With `explain` the result's
-        `report.routing` says why the request went where it went."""
+        `slo` are latency targets, and `slo_class` is a class of them that the router knows. Requests of one `session`
+        go to one worker, if the router's policy minds sessions. With `explain` the result's `report.routing` says why
+        the request went where it went."""
         request = inference_pb2.GenerateRequest(
             request_id=request_id,
             model=model,
@@ -106,6 +111,8 @@ class BaseClient(ABC, Generic[AnswerT]):
             cache_salt=cache_salt,
             retain=retain_message(retain),
             priority=priority,
+            slo=targets_message(slo),
+            slo_class=slo_class,
         )
         return self._ask_generate(request, call_hints(session, explain=explain))
 
@@ -126,6 +133,8 @@ class BaseClient(ABC, Generic[AnswerT]):
         cache_salt: str = "",
         retain: Retain | None = None,
         priority: int = 0,
+        slo: LatencyTargets | None = None,
+        slo_class: str = "",
         session: str = "",
         explain: bool = False,
         **options: Unpack[AnswerOptions],
@@ -135,7 +144,7 @@ class BaseClient(ABC, Generic[AnswerT]):
         `tool_choice`: auto, none, required, or the name of the tool that has to be called. `allowed_tools`: those that
         may be called, if these are not all that the model is told of. With `continue_final_message` the answer goes on
         with the last message, which is the assistant's. `chat_template`: in place of the model's, where the router
-        allows it. `session`, `explain` and `options` as in `generate`."""
+        allows it. `slo`, `session`, `explain` and `options` as in `generate`."""
         request = inference_pb2.ChatRequest(
             request_id=request_id,
             model=model,
@@ -152,5 +161,7 @@ class BaseClient(ABC, Generic[AnswerT]):
             cache_salt=cache_salt,
             retain=retain_message(retain),
             priority=priority,
+            slo=targets_message(slo),
+            slo_class=slo_class,
         )
         return self._ask_chat(request, call_hints(session, explain=explain))

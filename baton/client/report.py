@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.client.messages import ToolCall, ToolCallDelta
+from common.targets import LatencyTargets
 from common.types import FinishReason, SampledToken, WorkerRole, WorkerState
 
 
@@ -34,6 +35,17 @@ class Timings:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class SloReport:
+    """What became of a request's latency targets, as its router measured. None: there was no such target."""
+
+    slo_class: str = ""  # empty: none
+    targets: LatencyTargets | None = None  # wherever they came from
+    tpot_ms: float | None = None  # None if the answer has one token
+    ttft_met: bool | None = None
+    tpot_met: bool | None = None  # None if the answer has one token, too
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class RequestReport:
     timings: Timings = field(default_factory=Timings)
     prefill_worker: str = ""  # empty if the decode worker prefilled in place
@@ -51,6 +63,7 @@ class RequestReport:
     num_accepted_tokens: int = 0  # those of them that the model drew too
     num_handovers: int = 0  # those of num_migrations that were planned, since the worker drained
     notes: tuple[str, ...] = ()  # what was made of the request that its client may not expect
+    slo: SloReport | None = None  # None if the request had no latency targets and no class
     routing: tuple[str, ...] = ()  # why it went where it went, if the call's metadata asks (x-baton-explain: true)
 
 

@@ -16,6 +16,7 @@ from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
 from common.choices import AnswerOptions, ChoiceOptions
 from common.errors import InvalidArgumentError
 from common.sampling import SamplingOptions
+from common.targets import LatencyTargets, check_targets
 from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
 from protos.convert import token_of
 from protos.messages import value_of
@@ -90,6 +91,14 @@ def retain_message(retain: Retain | None) -> types_pb2.Retain | None:
         return None
     check_retain(retain, MAX_RETAIN_S)
     return types_pb2.Retain(seconds=retain.seconds, num_tokens=retain.num_tokens)
+
+
+def targets_message(slo: LatencyTargets | None) -> types_pb2.LatencyTargets | None:
+    """Raises `InvalidArgumentError`."""
+    if slo is None:
+        return None
+    check_targets(slo)
+    return types_pb2.LatencyTargets(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms)
 
 
 def chat_messages(messages: Messages) -> list[inference_pb2.ChatMessage]:

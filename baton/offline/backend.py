@@ -10,6 +10,7 @@ from baton.client.messages import Message, Tool
 from baton.client.report import Result
 from baton.offline.params import SamplingParams
 from common.beam_search import Beam, BeamSearchParams
+from common.targets import LatencyTargets
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Ask:
     prompt: str | list[int] | Chat
     params: SamplingParams
     priority: int = 0
+    slo: LatencyTargets | None = None
+    slo_class: str = ""  # of a router
 
 
 @dataclass(slots=True, frozen=True)

@@ -39,6 +39,7 @@ from baton.settings import did_you_mean, load
 from common.beam_search import Beam, BeamSearchParams
 from common.config import DEFAULT_MODEL, EngineSettings
 from common.errors import ConfigError, InvalidArgumentError, UnavailableError
+from common.targets import LatencyTargets, check_targets
 from common.types import SampledToken
 
 ValueT = TypeVar("ValueT")
@@ -95,13 +96,16 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        slo: LatencyTargets | Sequence[LatencyTargets | None] | None = None,
+        slo_class: str = "",
     ) -> list[RequestOutput]:
         """Continues prompts, in whatever order is fastest, and returns all answers in the order of the prompts.
 
-        `sampling_params` and `priority` are one for all prompts, or one for each. Raises `InvalidArgumentError`.
+        `sampling_params` and `slo`, latency targets, are one for all prompts, or one for each; `priority` is one for
+        each. `slo_class` is a class of targets that the router of `target` knows. Raises `InvalidArgumentError`.
         """
         given = prompts_of(prompts)
-        return self._answers(given, "prompts", sampling_params, priority, show_progress=use_tqdm)
+        return self._answers(given, "prompts", sampling_params, priority, slo, slo_class, show_progress=use_tqdm)
 
     def chat(
         self,
@@ -118,6 +122,8 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         priority: Sequence[int] | None = None,
+        slo: LatencyTargets | Sequence[LatencyTargets | None] | None = None,
+        slo_class: str = "",
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of several. Messages are (role, content) pairs, mappings as OpenAI's
         clients write them, or `Message`s; a text is one question. `tool_choice`: auto, none, required, or the name of
@@ -139,7 +145,7 @@ class LLM:
             )
             for one in conversations_of(messages)
         ]
-        return self._answers(chats, "messages", sampling_params, priority, show_progress=use_tqdm)
+        return self._answers(chats, "messages", sampling_params, priority, slo, slo_class, show_progress=use_tqdm)
 
     def tokenize_chat(
         self,
@@ -218,18 +224,33 @@ class LLM:
         name: str,
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        slo: LatencyTargets | Sequence[LatencyTargets | None] | None,
+        slo_class: str,
         *,
         show_progress: bool,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if slo is None or isinstance(slo, LatencyTargets):
+            slo = [slo] * len(prompts)
+        for targets in slo:
+            if targets is not None:
+                check_targets(targets)
         asks = [
-            Ask(name=f"{name}[{index}]" if len(prompts) > 1 else name, prompt=prompt, params=one, priority=order)
-            for index, (prompt, one, order) in enumerate(
+            Ask(
+                name=f"{name}[{index}]" if len(prompts) > 1 else name,
+                prompt=prompt,
+                params=one,
+                priority=order,
+                slo=targets,
+                slo_class=slo_class,
+            )
+            for index, (prompt, one, order, targets) in enumerate(
                 zip(
                     prompts,
                     _one_each(params, len(prompts), "sampling_params"),
                     _one_each(priority or [0] * len(prompts), len(prompts), "priority"),
+                    _one_each(slo, len(prompts), "slo"),
                     strict=True,
                 )
             )

@@ -32,6 +32,7 @@ from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
 from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
+from router.limits.targets import Slo
 from router.preparing.preparation import Preparation
 from router.running.request import GenerationRequest, Prompt
 from router.running.threads import TextThreads
@@ -77,6 +78,8 @@ class _Live:
             prompt_token_ids=request.prompt_token_ids,
             sampling_params=request.sampling_params,
             priority=request.priority,
+            targets=request.slo.targets,
+            asked_time=request.arrived_at,
         )
 
     def add_scores(self, event: m.PromptScored) -> None:
@@ -223,6 +226,8 @@ class LocalEngine:
 
     def _prepare(self, ask: Ask) -> GenerationRequest:
         self._check_priority(ask.priority)
+        if ask.slo_class:
+            raise InvalidArgumentError("slo_class", "is for target, whose router knows the classes")
         keep = kept_tokens(ask.params.options, self._model.limits)
         if isinstance(ask.prompt, Chat):
             prompt = _done(
@@ -235,6 +240,7 @@ class LocalEngine:
             [prompt],
             ask.params.options,
             priority=ask.priority,
+            slo=Slo(ask.slo),
             arrived_at=time.monotonic(),
             choices=Choices(n=ask.params.num_candidates),
         )

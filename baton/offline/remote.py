@@ -81,12 +81,16 @@ class RemoteStack:
                 continue_final_message=chat.continue_final_message,
                 chat_template=chat.chat_template,
                 priority=ask.priority,
+                slo=ask.slo,
+                slo_class=ask.slo_class,
                 **options,
             )
         token_ids = self._token_ids(ask.prompt, ask.name)
         if (keep := ask.params.options.get("truncate_prompt_tokens") or 0) > 0:
             token_ids = token_ids[-keep:]  # as the router does, and as the output tells
-        return token_ids, self._client.generate(token_ids, priority=ask.priority, **options)
+        return token_ids, self._client.generate(
+            token_ids, priority=ask.priority, slo=ask.slo, slo_class=ask.slo_class, **options
+        )
 
     def vectors(
         self, prompts: Sequence[str | list[int]], *, pooling: str, dimensions: int, normalize: bool

@@ -17,6 +17,7 @@ from common.config.base import (
     TraceSettings,
     comma_separated,
 )
+from common.targets import MAX_TARGET_MS
 
 MAX_PROCESSES = 64  # of one router
 
@@ -143,6 +144,16 @@ class RouterSettings(
     api_keys_file: str | None = Field(
         None,
         description="file of API keys, of which a client needs one; read again when it changes; all may if unset",
+    )
+    slo_ttft_ms: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TARGET_MS,
+        description="milliseconds to the first token that a request should take, if neither it nor the limits file "
+        "says so; none if unset",
+    )
+    slo_tpot_ms: float | None = Field(
+        None, gt=0, le=MAX_TARGET_MS, description="milliseconds from one token to the next, likewise"
     )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(

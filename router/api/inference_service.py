@@ -13,6 +13,7 @@ from common.cache_hints import Retain
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.sampling import kept_tokens
+from common.targets import LatencyTargets, check_targets
 from common.validation import check_messages
 from protos.baton.v1 import embed_pb2, inference_pb2, worker_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
@@ -21,6 +22,7 @@ from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
 from router.limits.clients import call_hints
+from router.limits.targets import GivenTargets, given_in_body
 from router.running.embedding import check_num_inputs
 from router.running.request import GenerationRequest, Output, Prompt
 from router.serving.choices import candidates, likeliest, merged
@@ -245,6 +247,7 @@ class InferenceService:
             choices.check(_choices_field)
             if choices.are_compared:
                 sampling.setdefault("logprobs", 0)  # they decide which are the best
+            hints = call_hints(_metadata(context))
             (first,) = gateway.preparation.requests(
                 model,
                 [prompt],
@@ -253,11 +256,12 @@ class InferenceService:
                 cache_salt=request.cache_salt,
                 retain=_retain(request),
                 priority=request.priority,
+                slo=gateway.admission.slo(client, _targets(request), hints.targets),
                 arrived_at=arrived_at,
                 timeout_s=context.time_remaining(),
                 name=_field_name,
                 client=client,
-                hints=call_hints(_metadata(context)),
+                hints=hints,
                 choices=choices,
                 choices_name=_choices_field,
                 is_whole=choices.are_compared,
@@ -288,6 +292,13 @@ def _adds_special_tokens(
 
 def _retain(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Retain | None:
     return Retain(request.retain.seconds, request.retain.num_tokens) if request.HasField("retain") else None
+
+
+def _targets(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> GivenTargets:
+    targets = value_of(request.slo, LatencyTargets) if request.HasField("slo") else None
+    if targets is not None:
+        check_targets(targets)
+    return given_in_body(targets, request.slo_class)
 
 
 def _metadata(context: Context) -> dict[str, str]:

@@ -31,6 +31,7 @@ from router.limits.demand import Demand
 from router.limits.gate import Gate
 from router.limits.quotas import Quotas
 from router.limits.request_queue import Places, RequestQueue
+from router.limits.targets import GivenTargets, Slo
 
 BYTES_PER_TOKEN = 64  # four letters or so, each escaped as \uXXXX, and then as many again
 BODY_OVERHEAD_BYTES = 64 * 2**10
@@ -190,6 +191,11 @@ class Admission:
             request_priority=priority,
             places=places,
         )
+
+    def slo(self, client: ApiClient | None, *asked: GivenTargets) -> Slo:
+        """See `Quotas.slo`."""
+        client = client or NOBODY
+        return self._quotas.slo(client.name, client.tenant, *asked)
 
     def answered(self, client: ApiClient, num_tokens: int) -> None:
         """Counts tokens of an answer."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidArgumentError
 from common.tracing import TRACEPARENT, TRACESTATE
+from router.limits.targets import NOTHING_GIVEN, GivenTargets, given_in_headers
 
 SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-baton-explain"
@@ -54,6 +55,7 @@ class CallHints:
     explain: bool = False  # the answer's report gets the reasons of its routing
     traceparent: str = ""  # which trace it is a part of, as W3C Trace Context says it
     tracestate: str = ""
+    targets: GivenTargets = NOTHING_GIVEN
 
 
 def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
@@ -69,4 +71,5 @@ def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
         raise InvalidArgumentError(EXPLAIN_HEADER, "must be true or false")
     traceparent = headers.get(TRACEPARENT, "")
     tracestate = headers.get(TRACESTATE, "") if traceparent else ""
-    return CallHints(given or session[:MAX_SESSION_CHARS], explain in ("1", "true"), traceparent, tracestate)
+    session, targets = given or session[:MAX_SESSION_CHARS], given_in_headers(headers)
+    return CallHints(session, explain in ("1", "true"), traceparent, tracestate, targets)

@@ -7,19 +7,25 @@ From a YAML file, read again when it changes (`--limits-file`):
     keys:
       alice: {requests_per_second: 20, tokens_per_second: 50000, streams: 16}
     tenants:                     # of all keys of a tenant together, beside each key's own
-      research: {tokens_per_second: 100000, weight: 2, priority: 1}
+      research: {tokens_per_second: 100000, weight: 2, priority: 1, slo_class: batch}
+    slo_classes:                 # latency targets by name
+      chat: {ttft_ms: 500, tpot_ms: 50}
+      batch: {}
 
 What is left out is not limited. A request counts when it comes, each further answer to it as one more, its prompt's
 tokens before they are computed, and the answer's tokens as they come; an answer that has begun goes on, and who is in
 debt waits longer for the next. Tokens of a prompt that no worker was asked for are given back. `weight` and `priority`
-are for the queue (`request_queue`).
+are for the queue (`request_queue`). `slo` and `slo_class`, of the default, a key or a tenant, are latency targets of
+requests that ask for none (`targets`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pydantic
 import yaml
@@ -28,17 +34,35 @@ from common import metrics
 from common.config import Settings
 from common.errors import InvalidArgumentError, OverloadedError, StartupError
 from common.process.watched_files import WatchedFiles, read_file
+from common.targets import MAX_TARGET_MS
 from router.limits.ledger import Ledger, LocalLedger
+from router.limits.targets import NO_CLASS, NOTHING_GIVEN, GivenTargets, Slo, check_class, slo_of
 from router.limits.token_bucket import TokenBucket
 
 BURST_S = 2.0  # a rate's worth of so many seconds may come at once
 STREAMS_RETRY_S = 1.0
 
 
+_CLASS = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+
+
+class Targets(Settings):
+    """Latency targets. None: no such target."""
+
+    ttft_ms: float | None = pydantic.Field(None, gt=0, le=MAX_TARGET_MS)
+    tpot_ms: float | None = pydantic.Field(None, gt=0, le=MAX_TARGET_MS)
+
+
 class Limits(Settings):
     requests_per_second: float | None = pydantic.Field(None, gt=0)
     tokens_per_second: float | None = pydantic.Field(None, gt=0)
     streams: int | None = pydantic.Field(None, gt=0)
+    slo: Targets = Targets()
+    slo_class: str = ""
+
+    @functools.cached_property
+    def targets(self) -> GivenTargets:
+        return GivenTargets(ttft_ms=self.slo.ttft_ms, tpot_ms=self.slo.tpot_ms, slo_class=self.slo_class)
 
 
 class TenantLimits(Limits):
@@ -50,6 +74,29 @@ class LimitsFile(Settings):
     default: Limits = Limits()
     keys: dict[str, Limits] = pydantic.Field(default_factory=dict)
     tenants: dict[str, TenantLimits] = pydantic.Field(default_factory=dict)
+    slo_classes: dict[str, Targets] = pydantic.Field(default_factory=dict)
+
+    @functools.cached_property
+    def classes(self) -> Mapping[str, GivenTargets]:
+        return {name: GivenTargets(ttft_ms=one.ttft_ms, tpot_ms=one.tpot_ms) for name, one in self.slo_classes.items()}
+
+    def _places(self) -> Iterable[tuple[str, Limits]]:
+        """All that has targets, by its name in the file."""
+        yield "default", self.default
+        for name, limits in self.keys.items():
+            yield f"keys.{name}", limits
+        for name, limits in self.tenants.items():
+            yield f"tenants.{name}", limits
+
+    def wrong_class(self) -> str:
+        """What is wrong with the classes; empty if nothing is."""
+        for name in self.slo_classes:
+            if not _CLASS.fullmatch(name) or name == NO_CLASS:
+                return f"slo_classes: {name!r} is no name: up to 64 letters, digits and . _ @ -, and not {NO_CLASS}"
+        for place, limits in self._places():
+            if limits.slo_class and limits.slo_class not in self.slo_classes:
+                return f"{place}.slo_class: there is no class {limits.slo_class!r} in slo_classes"
+        return ""
 
 
 NO_TENANT_LIMITS = TenantLimits()
@@ -59,13 +106,16 @@ def read_limits(path: str) -> LimitsFile:
     """Raises `StartupError` that names the file and what is wrong in it."""
     try:
         content = yaml.safe_load(read_file("limits_file", path).decode()) or {}
-        return LimitsFile.model_validate(content)
+        limits = LimitsFile.model_validate(content)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StartupError(f"limits_file: {path} is not YAML: {' '.join(str(error).split())}") from error
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise StartupError(f"limits_file: {path}: {where}: {first['msg']}") from error
+    if wrong := limits.wrong_class():
+        raise StartupError(f"limits_file: {path}: {wrong}")
+    return limits
 
 
 class Quotas:
@@ -76,13 +126,16 @@ class Quotas:
         path: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         ledger: Ledger | None = None,
+        targets: GivenTargets = NOTHING_GIVEN,
     ) -> None:
-        """Without a `path` nothing is limited. `ledger` holds what was taken. Raises `StartupError`."""
+        """Without a `path` nothing is limited. `ledger` holds what was taken. `targets` are those of requests for which
+        the file has none. Raises `StartupError`."""
         self._watched = None if path is None else WatchedFiles("limits", [path], lambda: read_limits(path))
         self._file = LimitsFile() if self._watched is None else self._watched.current()
         self._clock = clock
         self._buckets: dict[tuple[str, str, str], TokenBucket] = {}
         self._ledger = ledger or LocalLedger()
+        self._targets = targets
 
     def look(self) -> None:
         """Reads the file again if it has changed."""
@@ -91,6 +144,24 @@ class Quotas:
 
     def tenant(self, name: str) -> TenantLimits:
         return self._file.tenants.get(name, NO_TENANT_LIMITS)
+
+    def slo(self, key: str, tenant: str, *asked: GivenTargets) -> Slo:
+        """The latency targets of a request. `asked`: what it says itself, the most important first. By the limits as
+        they were when it came. Raises `InvalidArgumentError` for a class that there is not."""
+        file = self._file
+        for given in asked:
+            check_class(given, file.classes)
+        places = [*asked, *(limits.targets for limits in self._say_targets(file, key, tenant)), self._targets]
+        return slo_of(places, file.classes)
+
+    def _say_targets(self, file: LimitsFile, key: str, tenant: str) -> Iterator[Limits]:
+        if self._watched is None:
+            return
+        if key in file.keys:
+            yield file.keys[key]
+        if tenant and tenant in file.tenants:
+            yield file.tenants[tenant]
+        yield file.default
 
     def request(self, key: str, tenant: str) -> None:
         """Counts a new request. Raises `OverloadedError` if it is one too many."""

@@ -31,6 +31,7 @@ from common.validation import (
 from protos.baton.v1 import embed_pb2
 from router.fleet.served_model import ServedModel
 from router.limits.clients import NOBODY, ApiClient, CallHints, Charge
+from router.limits.targets import NO_SLO, Slo
 from router.preparing.answer_budget import AnswerBudget
 from router.preparing.bad_words import bad_words_ids
 from router.preparing.guided import Grammars
@@ -255,6 +256,7 @@ class Preparation:
         cache_salt: str = "",
         retain: Retain | None = None,
         priority: int = 0,
+        slo: Slo = NO_SLO,
         arrived_at: float,
         timeout_s: float | None = None,
         default_max_tokens: int | None = None,
@@ -267,8 +269,9 @@ class Preparation:
     ) -> list[GenerationRequest]:
         """One for each of a body's prompts. Validates all of it, `sampling` once. `timeout_s` is the client's own
         deadline, counted from `arrived_at` and no longer than the router's; `client` is whose key came with the
-        request, `hints` what came beside it; `choices` are asked for to each prompt, and `choices_name` says how the
-        client calls their fields. `is_whole`: whether answers are kept until they are whole."""
+        request, `hints` what came beside it; `slo` are latency targets, checked; `choices` are asked for to each
+        prompt, and `choices_name` says how the client calls their fields. `is_whole`: whether answers are kept until
+        they are whole."""
         if request_id:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
@@ -311,6 +314,7 @@ class Preparation:
                 cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
                 retain=retain,
                 priority=priority,
+                slo=slo,
                 arrived_at=arrived_at,
                 deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
                 client=client or NOBODY,

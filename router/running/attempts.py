@@ -173,6 +173,7 @@ class Attempts:
         may_hedge = decision.may_hedge and num_named is None
         hedge_after_s = self._prefill_times.late_s(decision.prefill_cost, decision.prefill_s) if may_hedge else None
         request.charge.worker_was_asked = True
+        targets = request.slo.targets
         return self._streams.call(
             channel,
             decision.decode.incarnation,
@@ -185,7 +186,7 @@ class Attempts:
                 retain=None if request.retain is None else message_of(request.retain, types_pb2.Retain),
                 tenant=request.client.owner,
                 priority=request.priority,
-                targets=None if request.targets is None else message_of(request.targets, types_pb2.LatencyTargets),
+                targets=None if targets is None else message_of(targets, types_pb2.LatencyTargets),
                 age_ms=1000 * max(self._clock() - request.arrived_at, 0.0),
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,

@@ -8,6 +8,7 @@ prefill worker once it has the prompt's blocks.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Sequence, Sized
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,7 +18,9 @@ from common.choices import Choices
 from common.errors import InternalError, InvalidArgumentError
 from common.peers import MAX_BYTES, MAX_COUNT
 from common.sampling import MAX_LOGPROBS, FieldName, GivenSampling, SamplingParams, parameters
+from common.targets import LatencyTargets
 from common.types import SampledToken, TokenLogprob
+from router.limits.targets import Slo
 from router.running.dispatch import Dispatcher
 from router.running.request import GenerationRequest, Progress, SamplingMessages
 
@@ -85,9 +88,11 @@ async def search(
     if request.beams is None:
         raise ValueError("the request asks for no beam search")
     found = BeamSearch(request.beams, request.model.eos_token_ids)
-    step = 0
+    step, next_targets = 0, _next_targets(request.slo.targets)
     while found.running:
         asks = [_ask(request, beam, f"{step}.{number}", found.num_next) for number, beam in enumerate(found.running)]
+        if step:
+            asks = [replace(ask, slo=Slo(next_targets), arrived_at=time.monotonic()) for ask in asks]
         answers = await _together(dispatcher, asks)
         for number, (_, of_one) in enumerate(answers):
             _add(progress, of_one, is_first=step == number == 0)
@@ -95,6 +100,11 @@ async def search(
         found.advance([tokens for tokens, _ in answers])
         step += 1
     return found.finished
+
+
+def _next_targets(targets: LatencyTargets | None) -> LatencyTargets | None:
+    """Those of the requests for further tokens: each is to give its only token within the time of one."""
+    return None if targets is None or targets.tpot_ms is None else LatencyTargets(ttft_ms=targets.tpot_ms)
 
 
 def _ask(request: GenerationRequest, beam: Beam, number: str, num_next: int) -> GenerationRequest:

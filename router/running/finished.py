@@ -99,14 +99,9 @@ class Finished:
         for kept in reversed(self._kept):
             if kept.ended_at < since:
                 break
-            first, last, num = (
-                kept.progress.first_token_at,
-                kept.progress.last_token_at,
-                kept.progress.num_output_tokens,
-            )
-            if kept.ending.status == "ok" and first is not None and last is not None:
-                per_token_ms = 1000 * (last - first) / (num - 1) if num > 1 else None
-                found.append(Pace(1000 * (first - kept.arrived_at), per_token_ms))
+            first = kept.progress.first_token_at
+            if kept.ending.status == "ok" and first is not None:
+                found.append(Pace(1000 * (first - kept.arrived_at), kept.progress.tpot_ms))
         return found
 
 
@@ -118,7 +113,7 @@ def _told(kept: _Kept) -> FinishedRequest:
 
 def _described(kept: _Kept) -> FinishedRequest:
     progress, ending = kept.progress, kept.ending
-    report, timings = progress.report, progress.report.timings
+    report, timings, slo = progress.report, progress.report.timings, progress.report.slo
     first_token_at, arrived_at = progress.first_token_at, kept.arrived_at
     return FinishedRequest(
         request_id=kept.request_id,
@@ -157,6 +152,12 @@ def _described(kept: _Kept) -> FinishedRequest:
         num_drafted_tokens=report.num_drafted_tokens,
         num_accepted_tokens=report.num_accepted_tokens,
         fallback_reason=report.fallback_reason,
+        tpot_ms=None if progress.tpot_ms is None else round(progress.tpot_ms, 3),
+        slo_class=slo.slo_class,
+        ttft_target_ms=slo.targets.ttft_ms if slo.targets.HasField("ttft_ms") else None,
+        tpot_target_ms=slo.targets.tpot_ms if slo.targets.HasField("tpot_ms") else None,
+        ttft_met=slo.ttft_met if slo.HasField("ttft_met") else None,
+        tpot_met=slo.tpot_met if slo.HasField("tpot_met") else None,
         attempts=tuple(
             FinishedAttempt(
                 cause=attempt.cause,

@@ -11,13 +11,13 @@ from common.beam_search import BeamSearchParams
 from common.cache_hints import Retain
 from common.guided import Guided
 from common.sampling import FieldName, SamplingParams
-from common.targets import LatencyTargets
 from common.tracing import TraceContext, Traced
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from protos.messages import message_of
 from router.fleet.served_model import ServedModel
 from router.limits.clients import NOBODY, ApiClient, Charge
+from router.limits.targets import NO_SLO, Slo
 from text.answer_form import AnswerForm
 from text.answer_parts import Part, Reading, ToolCallDelta
 from text.conversation import Tools
@@ -81,8 +81,7 @@ class GenerationRequest:
     cache_salt: str = ""
     retain: Retain | None = None
     priority: int = 0
-    targets: LatencyTargets | None = None
-    slo_class: str = ""  # the class that it belongs to; empty: none
+    slo: Slo = NO_SLO
     arrived_at: float  # time.monotonic() at which it came
     deadline: float  # time.monotonic() at which the client gives up
     client: ApiClient = NOBODY
@@ -211,6 +210,16 @@ class Progress:
     def queue_s(self) -> float:
         """How long it waited for its turn; 0 if that has not come."""
         return self.turn_at - self.queued_at if self.turn_at is not None and self.queued_at is not None else 0.0
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean milliseconds from one token of the answer to the next; None if there are not two."""
+        first, last, num = (
+            self.first_token_at,
+            self.last_token_at,
+            self.usage.completion_tokens or self.num_output_tokens,
+        )
+        return None if first is None or last is None or num < 2 else 1000 * (last - first) / (num - 1)
 
     def lost(self, failure: str, now: float) -> None:
         """Another attempt follows."""

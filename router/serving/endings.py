@@ -14,6 +14,7 @@ from common.types import FinishReason
 from router.running.finished import Ending, Finished, in_words, stages
 from router.running.in_flight import InFlight
 from router.running.request import GenerationRequest, Progress
+from router.running.slo import count_outcome, facts_of, note_outcome
 from router.serving.request_spans import request_spans
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,14 @@ class Endings:
         self._told("answered", request, progress, Ending("ok", finish_reason=finish_reason.value))
 
     def unfinished(self, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
+        note_outcome(request, progress, ending.status, time.monotonic())
         how = "cancelled" if ending.status in ("cancelled", "deadline_exceeded") else "failed"
         self._told(how, request, progress, ending)
 
     def _told(self, how: str, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
         progress.has_ended = True
         self.in_flight.ended(progress)
+        count_outcome(progress, ending.status)
         self._finished.add(request, progress, ending)
         now = time.monotonic()
         if request.traced is not None and self._spans is not None:
@@ -115,6 +118,7 @@ def complete(request: GenerationRequest, progress: Progress, num_tokens: int, nu
     usage.prompt_tokens = len(request.prompt_token_ids)
     usage.completion_tokens = num_tokens
     usage.reasoning_tokens = num_reasoning_tokens
+    note_outcome(request, progress, "ok", now)
 
 
 def _observe(progress: Progress) -> None:
@@ -157,6 +161,8 @@ def _facts(request: GenerationRequest, progress: Progress, ending: Ending, now: 
         facts["trace_id"] = request.traced.own.trace_id
     if request.client.name:
         facts["client"] = request.client.name
+    if report.HasField("slo"):
+        facts |= facts_of(report.slo)
     if report.fallback_reason:
         facts["fallback_reason"] = report.fallback_reason
     return facts | {name: count for name in _COUNTS if (count := getattr(report, name))}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from common.tracing import RequestSpans, Span, SpanKind, Traced, Value
 from router.running.finished import Ending
 from router.running.request import GenerationRequest, Progress
+from router.running.slo import facts_of
 
 PROVIDER = "baton"
 MAX_TOLD_TOKENS = 2048  # of a prompt: it is decoded while others wait
@@ -104,6 +105,8 @@ def _attributes(request: GenerationRequest, progress: Progress, ending: Ending, 
         "baton.num_drafted_tokens": report.num_drafted_tokens or None,
         "baton.num_accepted_tokens": report.num_accepted_tokens or None,
     }
+    if report.HasField("slo"):
+        given |= {f"baton.slo.{name}": value for name, value in facts_of(report.slo).items()}
     given["gen_ai.latency.e2e"] = ended_at - request.arrived_at
     given["gen_ai.latency.time_in_queue"] = progress.queue_s + timings.queue_ms / 1000
     if progress.first_token_at is not None:

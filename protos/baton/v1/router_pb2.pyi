@@ -207,10 +207,10 @@ class FinishedRequest(_message.Message):
     FALLBACK_REASON_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
     TPOT_TARGET_MS_FIELD_NUMBER: _builtins.int
-    TPOT_MS_FIELD_NUMBER: _builtins.int
     TTFT_MET_FIELD_NUMBER: _builtins.int
     TPOT_MET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -259,11 +259,12 @@ class FinishedRequest(_message.Message):
     num_drafted_tokens: _builtins.int
     num_accepted_tokens: _builtins.int
     fallback_reason: _builtins.str
+    tpot_ms: _builtins.float
+    """mean time from one token to the next; unset if there are not two"""
     slo_class: _builtins.str
-    """this and the next five: as SloReport has them"""
+    """this and the next four: as SloReport has them"""
     ttft_target_ms: _builtins.float
     tpot_target_ms: _builtins.float
-    tpot_ms: _builtins.float
     ttft_met: _builtins.bool
     tpot_met: _builtins.bool
     @_builtins.property
@@ -313,10 +314,10 @@ class FinishedRequest(_message.Message):
         fallback_reason: _builtins.str = ...,
         attempts: _abc.Iterable[Global___FinishedAttempt] | None = ...,
         stages: _abc.Iterable[Global___Stage] | None = ...,
+        tpot_ms: _builtins.float | None = ...,
         slo_class: _builtins.str = ...,
         ttft_target_ms: _builtins.float | None = ...,
         tpot_target_ms: _builtins.float | None = ...,
-        tpot_ms: _builtins.float | None = ...,
         ttft_met: _builtins.bool | None = ...,
         tpot_met: _builtins.bool | None = ...,
     ) -> None: ...

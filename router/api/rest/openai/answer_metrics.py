@@ -34,6 +34,9 @@ def answer_metrics(lasts: Sequence[Output | None]) -> dict[str, object] | None:
         "decode_worker": report.decode_worker,
         "cached_tokens": usage.cached_tokens,
         "acceptance_rate": _acceptance(report),
+        "slo_class": report.slo.slo_class or None,
+        "ttft_met": report.slo.ttft_met if report.slo.HasField("ttft_met") else None,
+        "tpot_met": report.slo.tpot_met if report.slo.HasField("tpot_met") else None,
     }
 
 

@@ -10,6 +10,8 @@ from msgspec import UNSET, Raw, UnsetType
 
 from common.cache_hints import Retain
 from common.errors import InvalidArgumentError
+from common.targets import LatencyTargets, check_targets
+from router.limits.targets import GivenTargets, given_in_body
 
 GivenRaw = Raw | UnsetType
 """A value that is not decoded, since all that matters is whether it asks for something (`asks`)."""
@@ -30,6 +32,13 @@ class RetainBody(Body, kw_only=True):
         return Retain(self.seconds, self.num_tokens or 0)
 
 
+class SloBody(Body, kw_only=True):
+    """Latency targets, in milliseconds."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
 class AnswerBody(Body, kw_only=True):
     """What all bodies that ask for an answer have in common."""
 
@@ -40,6 +49,8 @@ class AnswerBody(Body, kw_only=True):
     cache_salt: str | None = None
     retain: RetainBody | None = None
     priority: int | None = None
+    slo: SloBody | None = None
+    slo_class: str | None = None
     request_id: str | None = None
 
     # OpenAI's. Each names a session, whose requests should go to one worker.
@@ -53,6 +64,13 @@ class AnswerBody(Body, kw_only=True):
     service_tier: str | None = None
     prompt_cache_retention: GivenRaw = UNSET
     prompt_cache_options: GivenRaw = UNSET
+
+    def targets(self) -> GivenTargets:
+        """Raises `InvalidArgumentError`."""
+        given = None if self.slo is None else LatencyTargets(self.slo.ttft_ms, self.slo.tpot_ms)
+        if given is not None:
+            check_targets(given)
+        return given_in_body(given, self.slo_class or "")
 
     def session(self) -> str:
         """The session that the body names; empty if it names none."""

@@ -184,7 +184,7 @@ def _as_json(message: Message) -> JsonObject:
     content = _unset(cast("Descriptor", message.DESCRIPTOR))
     for described, value in message.ListFields():
         name = described.name
-        if name == "timings":
+        if isinstance(value, Message):
             content[name] = _as_json(value)
         elif name in _LISTS:
             content[name] = list(value)
@@ -200,10 +200,14 @@ def _unset(descriptor: Descriptor) -> JsonObject:
 
 @functools.cache
 def _defaults(descriptor: Descriptor) -> tuple[tuple[str, object, Descriptor | None], ...]:
-    """Each field with its value if it is not set, or with the descriptor of its message. Lists are only in reports that
-    have something in them."""
+    """Each field with its value if it is not set: None if it may be unset. Timings are always there, so they come with
+    the descriptor of their message. Lists are only in reports that have something in them."""
     return tuple(
-        (field.name, field.default_value, field.message_type) for field in descriptor.fields if field.name not in _LISTS
+        (field.name, None, field.message_type)
+        if field.name == "timings"
+        else (field.name, None if field.has_presence else field.default_value, None)
+        for field in descriptor.fields
+        if field.name not in _LISTS
     )
 
 

@@ -168,6 +168,7 @@ class GenerationHandlers(Handlers):
             cache_salt=body.cache_salt or "",
             retain=None if body.retain is None else body.retain.value(),
             priority=body.priority or 0,
+            slo=admission.slo(client, body.targets(), hints.targets),
             arrived_at=arrived_at,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
             name=body.field_name,

@@ -23,6 +23,10 @@ function decoded(text) {
   }
 }
 
+const MET = new Map([[true, "met"], [false, "missed"], [null, "not known"]]);
+const target = (one, name) => one[`${name}_target_ms`] != null && MET.get(one[`${name}_met`] ?? null);
+const timed = (one, name, ms) => (target(one, name) === "missed" ? el("span", { class: "bad", title: `latency target: ${millis(one[`${name}_target_ms`])}` }, millis(ms)) : millis(ms));
+
 export class Requests {
   constructor(live) {
     this.live = live;
@@ -137,7 +141,8 @@ export class Requests {
       record.tokens_per_second > 0 && `${count(record.tokens_per_second)} tokens/s`, record.client && `client ${record.client}`, record.model,
       record.num_bytes_moved > 0 && `${(record.num_bytes_moved / 1e6).toFixed(1)} MB moved`,
       ...Object.entries(COUNTS).map(([name, text]) => record[name] > 0 && `${text}: ${record[name]}`),
-      record.fallback_reason && `computed in place: ${record.fallback_reason}`, record.reason && `reason: ${record.reason}`, record.trace_id && `trace ${record.trace_id}`,
+      record.slo_class && `latency class ${record.slo_class}`, target(record, "ttft") && `first token within ${millis(record.ttft_target_ms)}: ${target(record, "ttft")}`,
+      target(record, "tpot") && `${millis(record.tpot_target_ms)} a token: ${target(record, "tpot")}`, record.fallback_reason && `computed in place: ${record.fallback_reason}`, record.reason && `reason: ${record.reason}`, record.trace_id && `trace ${record.trace_id}`,
     ].filter(Boolean);
     const attempts = record.attempts.length > 1 ? el("ol", {}, record.attempts.map((one) => el("li", {}, `${one.cause} on ${one.decode_worker}, ${millis(one.start_ms)} to ${millis(one.end_ms)}${one.failure ? `: ${one.failure}` : ""}`))) : "";
     this.detail.replaceChildren(
@@ -156,8 +161,8 @@ const COLUMNS = (most) => [
   { title: "Prompt", number: true, value: (one) => one.prompt_tokens },
   { title: "Cached", number: true, value: (one) => one.cached_tokens },
   { title: "Tokens", number: true, value: (one) => one.output_tokens },
-  { title: "First token", number: true, value: (one) => one.ttft_ms ?? Infinity, show: (one) => millis(one.ttft_ms) },
-  { title: "Per token", number: true, value: (one) => perToken(one) ?? Infinity, show: (one) => millis(perToken(one)) },
+  { title: "First token", number: true, value: (one) => one.ttft_ms ?? Infinity, show: (one) => timed(one, "ttft", one.ttft_ms) },
+  { title: "Per token", number: true, value: (one) => perToken(one) ?? Infinity, show: (one) => timed(one, "tpot", perToken(one)) },
   { title: "Total", number: true, value: (one) => one.total_ms, show: (one) => millis(one.total_ms) },
   { title: "Prefill", value: (one) => one.prefill_worker || "in place" },
   { title: "Decode", value: (one) => one.decode_worker },
