@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from baton import LLM, Client, SamplingParams
+from baton import LLM, Client, LatencyTargets, SamplingParams
 from baton.client.messages import Message, Tool
 from baton.offline.local import LocalEngine
 from baton.offline.outputs import RequestOutput
@@ -343,6 +343,13 @@ def test_priority_reaches_the_engine(model_dir: Path, monkeypatch: pytest.Monkey
     assert [one.priority for one in asked] == [-5, -5]
 
 
+def test_targets_reach_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = LatencyTargets(ttft_ms=5)
+    asked = commands(llm, monkeypatch, lambda llm: llm.generate(["a", "b"], use_tqdm=False, slo=[soon, None]))
+    asked += commands(llm, monkeypatch, lambda llm: llm.chat("hello", use_tqdm=False, slo=soon))
+    assert [one.targets for one in asked] == [soon, None, soon]
+
+
 def test_embeddings(llm: LLM) -> None:
     one, two = llm.embed(["hello world", {"prompt_token_ids": ids_of("hello world")}], use_tqdm=False)
     assert one.outputs.embedding == pytest.approx(two.outputs.embedding)
@@ -370,6 +377,9 @@ def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture
         (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "sampling_params"),
         (lambda llm: llm.generate("a", SamplingParams(temperature=-1)), "temperature"),
         (lambda llm: llm.generate("a", priority=[1]), "priority"),
+        (lambda llm: llm.generate("a", slo=LatencyTargets()), "slo"),
+        (lambda llm: llm.generate(["a", "b"], slo=[LatencyTargets(tpot_ms=5)]), "slo"),
+        (lambda llm: llm.chat("a", slo_class="fast"), "slo_class"),
         (lambda llm: llm.generate("a", SamplingParams(n=0)), "n"),
         (lambda llm: llm.generate("a", SamplingParams(n=3, best_of=2)), "best_of"),
         (lambda llm: llm.generate("a", SamplingParams(heat=1)), "heat"),

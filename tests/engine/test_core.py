@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from common.block_hash import block_hashes
 from common.sampling import SamplingParams
+from common.targets import LatencyTargets
 from common.types import FinishReason
 from engine import messages as m
 from kv_store.base import ConnectorConfig
@@ -108,6 +109,17 @@ def test_by_priority_the_queue_is_not_in_the_order_of_arrival() -> None:
         add(core, request_id, [4, 5, 6], max_tokens=2, priority=priority)
     assert order_of(core.take_events() + run(core)) == ["runs", "soon", "a", "b", "later"]
     assert_idle(core)
+
+
+def test_a_request_knows_its_targets_and_its_age() -> None:
+    core, _ = make_core()  # whose clock goes on by a second whenever it is read
+    targets = LatencyTargets(ttft_ms=500)
+    add(core, "old", [1, 2], targets=targets, asked_time=-100.0)
+    add(core, "later", [1, 2], asked_time=1e6)  # its machine's clock says what cannot be
+    add(core, "new", [1, 2])
+    old, later, new = core.scheduler.requests.values()
+    assert (old.targets, old.age_s) == (targets, old.arrival_time + 100)
+    assert (later.age_s, new.age_s, new.targets) == (0, 0, None)
 
 
 def test_no_priority_starves() -> None:
