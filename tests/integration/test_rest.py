@@ -58,10 +58,15 @@ def test_chat(client: openai.OpenAI, salt: Salt) -> None:
 
 
 def test_what_baton_adds(client: openai.OpenAI, two: Stack, salt: Salt) -> None:
+    a_day = {"ttft_ms": 86_400_000, "tpot_ms": 86_400_000}
     answer = client.chat.completions.create(
-        model=DEFAULT_MODEL, messages=FRANCE, temperature=0, extra_body={"cache_salt": salt()}
+        model=DEFAULT_MODEL, messages=FRANCE, temperature=0, extra_body={"cache_salt": salt(), "slo": a_day}
     )
+    assert answer.choices[0].message.content == "The capital of France is Paris."
     report = extra(answer)
+    slo = report["slo"]
+    assert isinstance(slo, dict)
+    assert (slo["targets"], slo["ttft_met"], slo["tpot_met"]) == (a_day, True, True)
     assert answer.usage is not None
     by_role = {worker.role.value: worker.address for worker in two.workers()}
     assert (report["prefill_worker"], report["decode_worker"]) == (by_role["prefill"], by_role["decode"])
