@@ -11,7 +11,8 @@ const COUNTS = {
   num_blocks_moved: "KV blocks moved", num_blocks_lent: "KV blocks lent", num_retries: "retries", num_migrations: "migrations", num_handovers: "handovers",
   num_hedges: "hedges", num_hedges_won: "hedges won", num_preemptions: "preemptions", num_drafted_tokens: "drafted tokens", num_accepted_tokens: "accepted tokens",
 };
-const perToken = (one) => (one.output_tokens > 1 && one.ttft_ms !== null ? (one.total_ms - one.ttft_ms) / (one.output_tokens - 1) : null);
+const soFar = (one) => (one.output_tokens > 1 && one.ttft_ms !== null ? (one.total_ms - one.ttft_ms) / (one.output_tokens - 1) : null);
+const perToken = (one) => (one.tpot_ms === undefined ? soFar(one) : one.tpot_ms); // those that run have no figure of their own
 
 const sameKey = (one) => `${one.request_id} ${one.time} ${one.total_ms}`; // an id may come twice
 
