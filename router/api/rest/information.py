@@ -14,7 +14,6 @@ from router.api.api_keys import visible_tenant
 from router.api.rest.docs_page import docs_page
 from router.api.rest.http.errors import json_response
 from router.api.rest.metrics_page import MetricsPage
-from router.api.rest.openai.handlers import Handlers
 from router.fleet.served_model import ServedModel
 from router.running.decisions import MAX_DECISIONS
 from router.running.finished import MAX_FINISHED
@@ -23,9 +22,9 @@ from router.serving.gateway import Gateway
 DEFAULT_LATEST = 50  # at /decisions and /requests
 
 
-class InformationHandlers(Handlers):
+class InformationHandlers:
     def __init__(self, gateway: Gateway) -> None:
-        super().__init__(gateway)
+        self._gateway = gateway
         self._started = int(time.time())
         self._metrics_page = MetricsPage(lambda: gateway.process.metrics_page())
 

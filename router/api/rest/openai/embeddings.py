@@ -22,13 +22,13 @@ from router.api.api_keys import current_client
 from router.api.rest.openai.body_types import several
 from router.api.rest.openai.chat_messages import ChatInPlace
 from router.api.rest.openai.disconnect import json_answer
-from router.api.rest.openai.handlers import Handlers, request_id_of
 from router.api.rest.openai.large_json import PART_BYTES
-from router.api.rest.openai.parsing import parse
+from router.api.rest.openai.parsing import read, request_id_of
 from router.api.rest.openai.tools import JsonObject
 from router.fleet.served_model import ServedModel
 from router.running.embedding import Embedded, EmbedRequest, check_num_inputs
 from router.running.request import Prompt
+from router.serving.gateway import Gateway
 from text.conversation import Conversation, Tools
 
 _POOLINGS = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
@@ -115,10 +115,13 @@ def _base64(embedded: Embedded) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
-class EmbeddingHandlers(Handlers):
+class EmbeddingHandlers:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
     async def embeddings(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        body = parse(EmbeddingsBody, await self._read(request))
+        body = await read(EmbeddingsBody, request, self._gateway.admission)
         request_id = request_id_of(request, body.request_id)
         return await json_answer(request, self._embed(body, request_id, arrived_at), {"X-Request-Id": request_id})
 

@@ -17,9 +17,8 @@ from router.api.rest.openai.disconnect import EventStream, json_answer, unless_g
 from router.api.rest.openai.echo import Echo
 from router.api.rest.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
 from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
-from router.api.rest.openai.handlers import Handlers, request_id_of
 from router.api.rest.openai.large_json import json_parts
-from router.api.rest.openai.parsing import parse
+from router.api.rest.openai.parsing import read, request_id_of
 from router.api.rest.openai.responses import ResponseAnswer
 from router.api.rest.openai.responses_body import ResponsesBody
 from router.api.rest.openai.tools import NamedTool
@@ -29,6 +28,7 @@ from router.limits.clients import CallHints, call_hints
 from router.limits.gate import HeldBytes
 from router.running.request import GenerationRequest, Prompt
 from router.serving.choices import Hold, candidates
+from router.serving.gateway import Gateway
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
 
@@ -40,10 +40,13 @@ AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], CompletionAnswe
 Ask = Callable[[contextlib.ExitStack], Awaitable[CompletionAnswer | ResponseAnswer]]
 
 
-class GenerationHandlers(Handlers):
+class GenerationHandlers:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
     async def chat(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        body = parse(ChatBody, await self._read(request))
+        body = await read(ChatBody, request, self._gateway.admission)
         chat_format = ChatFormat(
             is_named_call=isinstance(body.tool_choice, NamedTool) and body.tool_choice.is_named,
             also_reasoning=self._gateway.also_reasoning,
@@ -62,7 +65,7 @@ class GenerationHandlers(Handlers):
 
     async def responses(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        body = parse(ResponsesBody, await self._read(request))
+        body = await read(ResponsesBody, request, self._gateway.admission)
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             conversation = body.response_conversation(model.limits)
@@ -84,7 +87,7 @@ class GenerationHandlers(Handlers):
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        body = parse(CompletionBody, await self._read(request))
+        body = await read(CompletionBody, request, self._gateway.admission)
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             special = body.add_special_tokens is not False

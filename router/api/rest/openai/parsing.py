@@ -1,4 +1,4 @@
-"""From a body's bytes to what it asks, or to the field that is wrong.
+"""From a REST request to what its body asks, or to the field that is wrong.
 
 Decoding ends at the first error, and builds nothing for values that are only looked at: a body costs no more than what
 it is read into.
@@ -11,9 +11,14 @@ import re
 from typing import TypeVar, get_args, get_type_hints
 
 import msgspec
+from fastapi import Request
 
 from common.errors import InvalidArgumentError
+from common.validation import check_request_id
+from router.api.rest.http.body import read_body
 from router.api.rest.openai.body_types import Body
+from router.limits.admission import Admission
+from router.running.request import new_request_id
 
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
 MAX_KEY_CHARS = 100  # of a key in an error
@@ -26,6 +31,26 @@ _INTEGER = re.compile("-?(0|[1-9][0-9]*)")
 _PART = re.compile(r"\[\d+\]|[^.\[\]]+")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+async def read(body_class: type[BodyT], request: Request, admission: Admission) -> BodyT:
+    """Reads within the limits of `admission`, and parses. Raises what `read_body` and `parse` raise."""
+    limits = admission.gate.limits
+    return parse(body_class, await read_body(request, admission.max_request_bytes(), limits.receive_timeout_s))
+
+
+def request_id_of(request: Request, given: str | None) -> str:
+    """The request's id: the client's, `given` in the body or else in the header, or a new one. From here on each answer
+    carries it, errors included."""
+    name = "request_id"
+    if given is None:
+        name, given = "X-Request-Id", request.headers.get("x-request-id")
+    if given is None:
+        given = new_request_id()
+    else:
+        check_request_id(given, name)
+    request.state.request_id = given
+    return given
 
 
 def parse(body_class: type[BodyT], data: bytes) -> BodyT:

@@ -16,11 +16,11 @@ from router.api.rest.http.errors import json_response
 from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.chat_messages import ChatMessage, conversation_of
 from router.api.rest.openai.disconnect import unless_gone
-from router.api.rest.openai.handlers import Handlers
-from router.api.rest.openai.parsing import parse
+from router.api.rest.openai.parsing import read
 from router.api.rest.openai.tools import FunctionTool, JsonObject, chat_tools
 from router.limits.clients import call_hints
 from router.running.prefix_hints import Hinted
+from router.serving.gateway import Gateway
 from text.conversation import Conversation
 
 
@@ -68,17 +68,20 @@ def prefix_json(hinted: Hinted) -> JsonObject:
     }
 
 
-class PrefixHandlers(Handlers):
+class PrefixHandlers:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
     async def retain(self, request: Request) -> Response:
-        body = parse(RetainPrefixBody, await self._read(request))
+        body = await read(RetainPrefixBody, request, self._gateway.admission)
         return await self._hint(request, body, worker_pb2.CACHE_ACTION_RETAIN, body.seconds)
 
     async def evict(self, request: Request) -> Response:
-        body = parse(PrefixBody, await self._read(request))
+        body = await read(PrefixBody, request, self._gateway.admission)
         return await self._hint(request, body, worker_pb2.CACHE_ACTION_EVICT)
 
     async def prefetch(self, request: Request) -> Response:
-        body = parse(PrefixBody, await self._read(request))
+        body = await read(PrefixBody, request, self._gateway.admission)
         return await self._hint(request, body, worker_pb2.CACHE_ACTION_PREFETCH)
 
     async def _hint(

@@ -13,10 +13,10 @@ from router.api.api_keys import current_client
 from router.api.rest.http.errors import json_response
 from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.chat_messages import ChatInPlace
-from router.api.rest.openai.handlers import Handlers
-from router.api.rest.openai.parsing import parse
+from router.api.rest.openai.parsing import read
 from router.api.rest.openai.tools import FunctionTool, JsonObject, chat_tools
 from router.fleet.served_model import ServedModel
+from router.serving.gateway import Gateway
 from text.conversation import Conversation
 
 
@@ -56,9 +56,12 @@ class DetokenizeBody(Body, kw_only=True):
             raise InvalidArgumentError("tokens", "cannot be together with token_ids, another name of it")
 
 
-class TokenizerHandlers(Handlers):
+class TokenizerHandlers:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
     async def tokenize(self, request: Request) -> Response:
-        body = parse(TokenizeBody, await self._read(request))
+        body = await read(TokenizeBody, request, self._gateway.admission)
         self._gateway.admission.charge(current_client.get())
         model = self._gateway.admission.served(body.model or "")
         body.check()
@@ -78,7 +81,7 @@ class TokenizerHandlers(Handlers):
         return await preparation.tokenize(model, text or "", name, add_special_tokens=special)
 
     async def detokenize(self, request: Request) -> Response:
-        body = parse(DetokenizeBody, await self._read(request))
+        body = await read(DetokenizeBody, request, self._gateway.admission)
         self._gateway.admission.charge(current_client.get())
         model = self._gateway.admission.served(body.model or "")
         body.check()
