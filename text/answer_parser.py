@@ -32,7 +32,7 @@ MAX_KEPT_CHARS = 4096
 PROMPT_TAIL_CHARS = 512  # of the prompt, for the beginning of the answer that the template wrote
 
 
-class AnswerReader:
+class ModelAnswers:
     """One model's answers. Made once for each model; gives a parser to each answer."""
 
     def __init__(self, template: Template, rust: RustTokenizer) -> None:

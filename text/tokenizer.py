@@ -28,7 +28,7 @@ from text.generic_tools import has_calls
 from text.response_templates import Template, generic_template, response_template
 
 if TYPE_CHECKING:
-    from text.answer_parser import AnswerReader
+    from text.answer_parser import ModelAnswers
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class ChatForm:
     """How conversations are written, and how their answers are read."""
 
     template: BaseTemplate | None
-    reader: AnswerReader | None = None  # None if answers are nothing but text
+    answers: ModelAnswers | None = None  # None if answers are nothing but text
     error: str = ""  # why there is no template, if there should be one
 
     def needs_generic_tools(self, conversation: Conversation) -> bool:
@@ -57,7 +57,7 @@ class ChatForm:
             return not self.template.knows_calls and has_calls(conversation.messages)
         if tools.is_forced:  # such an answer is read without knowing the model's own calls
             return not self.template.knows_tools
-        return not (self.template.knows_tools and self.reader is not None and self.reader.knows_calls)
+        return not (self.template.knows_tools and self.answers is not None and self.answers.knows_calls)
 
     @property
     def always_asks_answer(self) -> bool:
@@ -80,7 +80,7 @@ class Tokenizer:
         self,
         rust: RustTokenizer,
         chat_template: BaseTemplate | None,
-        reader: AnswerReader | None = None,
+        answers: ModelAnswers | None = None,
         special_tokens: Mapping[str, str] | None = None,
         *,
         error: str = "",
@@ -88,12 +88,12 @@ class Tokenizer:
         response_template: object = None,
         class_name: str = DEFAULT_CLASS,
     ) -> None:
-        """`reader`: of answers that have parts. `special_tokens` by their roles: `bos_token`, `eos_token`, ...
+        """`answers`: of answers that have parts. `special_tokens` by their roles: `bos_token`, `eos_token`, ...
         `error`: why there is no template, if there should be one. `tool_form`: of conversations with tools, if it is
         another one. `response_template`: the tokenizer's own. `class_name`: of transformers' tokenizer for it."""
         self.rust = rust
         self.chat_template = chat_template
-        self._form = ChatForm(chat_template, reader, error)
+        self._form = ChatForm(chat_template, answers, error)
         self._tool_form = tool_form
         self._response_template = response_template
         self._class_name = class_name
@@ -107,7 +107,7 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in json.dumps(decoder)
         self._byte_fallback = "ByteFallback" in json.dumps(decoder)
         self._joins_tokens = _joins_tokens(decoder)
-        self._readers: dict[str, AnswerReader] = {}  # by what they read, which is of a few kinds
+        self._known_answers: dict[str, ModelAnswers] = {}  # by what they read, which is of a few kinds
         self._whole_texts: dict[int, WholeText | None] = {}
         self._special_ids = frozenset(
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
@@ -229,22 +229,22 @@ class Tokenizer:
     def form_of(self, template: BaseTemplate) -> ChatForm:
         """Of a template that is not the model's. Blocking: a first call may take a second."""
         read = response_template(self._response_template, template.source)
-        return ChatForm(template, None if read is None else self._reader_of(read))
+        return ChatForm(template, None if read is None else self._answers_by(read))
 
-    def has_generic_reader(self, form: ChatForm) -> bool:
-        return _key(self._generic(form)) in self._readers
+    def has_generic_answers(self, form: ChatForm) -> bool:
+        return _key(self._generic(form)) in self._known_answers
 
-    def generic_reader(self, form: ChatForm) -> AnswerReader:
+    def generic_answers(self, form: ChatForm) -> ModelAnswers:
         """Of answers to conversations with generic tools. Blocking: a first call may take a second."""
-        return self._reader_of(self._generic(form))
+        return self._answers_by(self._generic(form))
 
     def _generic(self, form: ChatForm) -> Template:
         source = "" if form.template is None else form.template.source
         return generic_template(response_template(self._response_template, source))
 
-    def _reader_of(self, template: Template) -> AnswerReader:
-        if (made := self._readers.get(key := _key(template))) is None:
-            made = self._readers[key] = _answer_reader(template, self.rust)
+    def _answers_by(self, template: Template) -> ModelAnswers:
+        if (made := self._known_answers.get(key := _key(template))) is None:
+            made = self._known_answers[key] = _model_answers(template, self.rust)
         return made
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -351,11 +351,11 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         for name, source in sources.items()
         if name in (DEFAULT, TOOL_USE)
     }
-    form = forms.get(DEFAULT, ChatForm(None, _reader(own, "", rust)))
+    form = forms.get(DEFAULT, ChatForm(None, _answers_of(own, "", rust)))
     return Tokenizer(
         rust,
         form.template,
-        form.reader,
+        form.answers,
         special_tokens,
         error=form.error,
         tool_form=forms.get(TOOL_USE),
@@ -372,18 +372,18 @@ def _chat_form(source: TemplateSource, own: object, rust: RustTokenizer, special
         reason = compile_error(source, error.__cause__ or error)
         log.error("no chats are served with a broken template", extra={"file": source.file, "reason": reason})
         return ChatForm(None, error=reason)
-    return ChatForm(template, _reader(own, source.text, rust))
+    return ChatForm(template, _answers_of(own, source.text, rust))
 
 
-def _reader(own: object, chat_template: str, rust: RustTokenizer) -> AnswerReader | None:
+def _answers_of(own: object, chat_template: str, rust: RustTokenizer) -> ModelAnswers | None:
     template = response_template(own, chat_template)
-    return None if template is None else _answer_reader(template, rust)
+    return None if template is None else _model_answers(template, rust)
 
 
-def _answer_reader(template: Template, rust: RustTokenizer) -> AnswerReader:
-    from text.answer_parser import AnswerReader
+def _model_answers(template: Template, rust: RustTokenizer) -> ModelAnswers:
+    from text.answer_parser import ModelAnswers
 
-    return AnswerReader(template, rust)
+    return ModelAnswers(template, rust)
 
 
 def _special_tokens(files: Mapping[str, bytes], config: Mapping[str, object]) -> dict[str, str]:

@@ -156,16 +156,16 @@ class Preparation:
             described = "".join(texts)
             check_text(described, model.limits, "tools")
         form = await self._form(model, conversation)
-        reader, free, notes = form.reader, None, _notes(conversation)
+        answers, free, notes = form.answers, None, _notes(conversation)
         if self._generic_tools and form.needs_generic_tools(conversation):
-            size = 0 if model.tokenizer.has_generic_reader(form) else SHORT + 1
-            reader = await self._threads.run(size, partial(model.tokenizer.generic_reader, form))
+            size = 0 if model.tokenizer.has_generic_answers(form) else SHORT + 1
+            answers = await self._threads.run(size, partial(model.tokenizer.generic_answers, form))
             conversation = replace(conversation, has_generic_tools=True)
             notes.append(generic_tools.NOTE)
         if tools.shown and not tools.is_forced:
-            if reader is None or not reader.knows_calls:
+            if answers is None or not answers.knows_calls:
                 raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
-            free = reader.strict.format(tools)
+            free = answers.strict.format(tools)
         encode = partial(
             model.tokenizer.encode_chat,
             conversation,
@@ -183,18 +183,18 @@ class Preparation:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
         token_ids = _last(token_ids, keep)
         check_prompt(token_ids, model.limits, field, has_answer=has_answer)
-        if reader is None:
+        if answers is None:
             return Prompt(token_ids, field, AnswerForm(tools=tools), notes=tuple(notes))
         continued = conversation.continued
         if continued is None and not (conversation.asks_answer or form.always_asks_answer):
             text = ""  # nothing of the answer is written: what the messages end with is not its beginning
         answer = AnswerForm(
             tools=tools,
-            reading=reader.reading(text, tools, continued),
-            thought=reader.thought(text, continued),
-            calls=reader.strict if tools.shown else None,
+            reading=answers.reading(text, tools, continued),
+            thought=answers.thought(text, continued),
+            calls=answers.strict if tools.shown else None,
             free=free,
-            tokens=reader.tokens,
+            tokens=answers.tokens,
         )
         return Prompt(token_ids, field, answer, notes=tuple(notes))
 

@@ -16,8 +16,7 @@ from router.running.beams import search
 from router.running.dispatch import Dispatcher
 from router.running.request import GenerationRequest, NewTokens, Output, Progress
 from router.serving.endings import Endings, complete
-from text.answer_reader import AnswerReader
-from text.answer_text import NewText
+from text.answer_reader import AnswerReader, NewText
 
 
 class Generation:

@@ -18,7 +18,7 @@ from tests.router import chat_templates
 from tests.router.published_templates import published
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files
 from text.answer_form import AnswerForm
-from text.answer_parser import AnswerReader
+from text.answer_parser import ModelAnswers
 from text.answer_parts import Pieces, Reading
 from text.conversation import Tool, Tools
 from text.response_templates import response_template
@@ -77,7 +77,7 @@ def answer_to(
 ) -> AnswerForm:
     template = response_template(None, chat_template)
     assert template is not None
-    reader, tools = AnswerReader(template, tokenizer or rust()), tools or Tools()
+    reader, tools = ModelAnswers(template, tokenizer or rust()), tools or Tools()
     return AnswerForm(
         tools=tools,
         reading=reader.reading(prompt, tools),
@@ -314,7 +314,7 @@ def test_tools_that_may_not_be_called_leave_the_form_alone() -> None:
 
 def test_a_shape_of_calls_that_is_not_known() -> None:
     template = {"start_anchor": "A:", "fields": {"tool_calls": {"open": "<c>", "close": "</c>"}, "content": {}}}
-    reader = AnswerReader(template, rust())
+    reader = ModelAnswers(template, rust())
     answer = AnswerForm(tools=LOOSE, reading=reader.reading("A:", LOOSE), calls=reader.strict)
     with pytest.raises(InvalidArgumentError, match="cannot be together with tools") as caught:
         answer.with_form(SCHEMA, lambda name: f"my {name}")
@@ -353,5 +353,5 @@ def test_published_templates(name: str, options: dict[str, Any], opening: str | 
     prompt = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
         Conversation(messages=messages, template_options=options)
     )
-    thought = AnswerReader(template, rust()).thought(prompt)
+    thought = ModelAnswers(template, rust()).thought(prompt)
     assert (None if thought is None else thought.open) == opening

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.errors import UnavailableError
 from tests.router import chat_templates
 from tests.router.tiny_tokenizer import tiny_tokenizer, tokenizer_files
-from text.answer_parser import AnswerReader
+from text.answer_parser import ModelAnswers
 from text.answer_parts import PartsParser, TextPart
 from text.conversation import Tool, Tools
 from text.detokenizer import Detokenizer
@@ -59,7 +59,7 @@ def read(
     template = response_template(own, chat_template)
     assert template is not None
     tools = tools or Tools(tools=(WEATHER,))
-    reading = AnswerReader(template, tiny_tokenizer().rust).reading(prompt, tools)
+    reading = ModelAnswers(template, tiny_tokenizer().rust).reading(prompt, tools)
     assert reading is not None
     return taken(reading.parser(), text, cuts)
 
@@ -134,7 +134,7 @@ def test_each_shape_is_read_however_it_is_cut(shape: str, cuts: list[int] | None
 def test_parts_keep_their_order_if_they_come_at_once() -> None:
     template = response_template(None, chat_templates.HERMES)
     assert template is not None
-    reading = AnswerReader(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
+    reading = ModelAnswers(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
     assert reading is not None
     call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
     parts = reading.parser().add(f"One {call} two {call} three.").parts
@@ -145,7 +145,7 @@ def test_parts_keep_their_order_if_they_come_at_once() -> None:
 def test_arguments_come_while_they_are_written() -> None:
     template = response_template(None, chat_templates.HERMES)
     assert template is not None
-    reading = AnswerReader(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
+    reading = ModelAnswers(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
     assert reading is not None
     parser = reading.parser()
     first = parser.add('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa')
@@ -214,7 +214,7 @@ def test_calls_are_text_if_there_are_no_tools() -> None:
 def test_long_answers_are_not_kept() -> None:
     template = response_template(None, chat_templates.HERMES)
     assert template is not None
-    reading = AnswerReader(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
+    reading = ModelAnswers(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
     assert reading is not None
     parser = reading.parser()
     for _ in range(2000):
@@ -246,7 +246,7 @@ def test_the_tokenizers_own_template_decides() -> None:
     assert result.parsed == [("get_weather", {"city": "Paris", "days": 3})]
     for wrong in ({"fields": {}}, {"start_anchor": "x", "fields": {"content": {"open_pattern": "("}}}, {"fields": 1}):
         with pytest.raises(UnavailableError, match="response_template"):
-            AnswerReader(wrong, tiny_tokenizer().rust)
+            ModelAnswers(wrong, tiny_tokenizer().rust)
 
 
 def test_control_tokens_that_open_calls_are_seen_and_no_others() -> None:
@@ -258,7 +258,7 @@ def test_control_tokens_that_open_calls_are_seen_and_no_others() -> None:
     template = response_template(None, chat_templates.MISTRAL)
     assert template is not None
     tokenizer = Tokenizer(rust, None)
-    reading = AnswerReader(template, rust).reading("[/INST]", Tools(tools=(WEATHER,)))
+    reading = ModelAnswers(template, rust).reading("[/INST]", Tools(tools=(WEATHER,)))
     assert reading is not None
     ids = rust.encode("é [TOOL_CALLS]get_weather[ARGS]{}<|im_end|>", add_special_tokens=False).ids
     detokenizer = Detokenizer(tokenizer, [], reading.shown_token_ids)

@@ -28,7 +28,7 @@ from router.serving.generation import Generation
 from tests.router import chat_templates
 from tests.router.test_answer import keep, requests
 from tests.router.tiny_tokenizer import byte_ids, eos_id, tiny_tokenizer
-from text.answer_parser import AnswerReader
+from text.answer_parser import ModelAnswers
 from text.conversation import Tool, Tools
 from text.response_templates import response_template
 
@@ -52,7 +52,7 @@ class FakeDispatcher:
 def request(*, parallel: bool = True, **params: Any) -> GenerationRequest:
     template = response_template(None, chat_templates.HERMES)
     assert template is not None
-    reading = AnswerReader(template, tiny_tokenizer().rust).reading("", Tools(tools=(F,), parallel=parallel))
+    reading = ModelAnswers(template, tiny_tokenizer().rust).reading("", Tools(tools=(F,), parallel=parallel))
     return replace(requests(1)[0], reading=reading, sampling_params=SamplingParams(**params))
 
 

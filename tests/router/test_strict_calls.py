@@ -21,7 +21,7 @@ from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
 from tests.router.tool_calls import ASK, TOOL, TWO_TOOLS, worker
 from tests.support.fake_worker import FakeWorker
-from text.answer_parser import AnswerReader
+from text.answer_parser import ModelAnswers
 from text.conversation import Tool, Tools
 from text.response_templates import response_template
 
@@ -37,7 +37,7 @@ MARKS = ["[TOOL_CALLS]", "[ARGS]"]
 def guide_of(chat_template: str, rust: RustTokenizer, tools: Tools) -> Guided:
     template = response_template(None, chat_template)
     assert template is not None
-    form = AnswerReader(template, rust).strict.format(tools)
+    form = ModelAnswers(template, rust).strict.format(tools)
     assert form is not None
     return Guided(structural_tag=json.dumps({"format": form}))
 
