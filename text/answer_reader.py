@@ -31,9 +31,9 @@ class AnswerText:
     ) -> None:
         shown: frozenset[int] = reading.shown_token_ids if reading else frozenset()
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, shown)
-        self._stops = StopStrings(params.stop, is_shown=params.include_stop_str_in_output)
+        self._stops = StopStrings(params.stop, is_shown=params.include_stop_str_in_output) if params.stop else None
         self._params = params
-        self.may_stop = bool(params.stop)  # at a stop string, at any token
+        self.may_stop = self._stops is not None  # at a stop string, at any token
         self.num_tokens = 0  # of the answer so far
 
     def more(self, tokens: Sequence[SampledToken]) -> str:
@@ -47,25 +47,26 @@ class AnswerText:
         self, tokens: Sequence[SampledToken], finish_reason: FinishReason | None, stop_token_id: int | None
     ) -> NewText:
         """`finish_reason` and `stop_token_id` are what the engine says; None while it goes on."""
-        if finish_reason is None and not self.may_stop:
-            return NewText(self.more(tokens), len(tokens))
+        # A token that the client asked to stop at; the model's own end needs no mention.
+        stop_reason = stop_token_id if stop_token_id in self._params.stop_token_ids else None
+        if (stops := self._stops) is None:
+            text = self.more(tokens) if finish_reason is None else self.more(tokens) + self._detokenizer.flush()
+            return NewText(text, len(tokens), finish_reason, stop_reason)
         texts: list[str] = []
         for index, token in enumerate(tokens):
             self.num_tokens += 1
-            result = self._stops.add(self._detokenizer.add(token.token_id), armed=self._is_armed)
+            result = stops.add(self._detokenizer.add(token.token_id), armed=self._is_armed)
             texts.append(result.text)
             if result.matched is not None:
                 return NewText("".join(texts), index + 1, FinishReason.STOP, result.matched)
         if finish_reason is None:
             return NewText("".join(texts), len(tokens))
         # At the end, text that was held back belongs to the answer, unless its last characters complete a stop string.
-        result = self._stops.add(self._detokenizer.flush(), armed=self._is_armed)
+        result = stops.add(self._detokenizer.flush(), armed=self._is_armed)
         texts.append(result.text)
         if result.matched is not None:
             return NewText("".join(texts), len(tokens), FinishReason.STOP, result.matched)
-        texts.append(self._stops.flush())
-        # A token that the client asked to stop at; the model's own end needs no mention.
-        stop_reason = stop_token_id if stop_token_id in self._params.stop_token_ids else None
+        texts.append(stops.flush())
         return NewText("".join(texts), len(tokens), finish_reason, stop_reason)
 
     @property

@@ -101,6 +101,11 @@ class Conversation:
     continues_last: bool = False  # whether the answer continues the last message; see `check_continued`
 
     @property
+    def has_calls(self) -> bool:
+        """Whether the messages hold calls of tools, or results."""
+        return any(message["role"] == "tool" or "tool_calls" in message for message in self.messages)
+
+    @property
     def continued(self) -> str | None:
         """The text that the answer continues; None if it begins anew."""
         return str(self.messages[-1]["content"]) if self.continues_last else None

@@ -4,16 +4,11 @@ ordinary text in the conversation. Models that were trained on tools at all know
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from text.conversation import Conversation, Json, Message, Tools
 
 NOTE = "tools: the model's chat template has no form for them; a system text tells of them, and calls are text"
-
-
-def has_calls(messages: Sequence[Message]) -> bool:
-    """Whether the conversation holds calls of tools, or results."""
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
 def in_words(conversation: Conversation, *, takes_system: bool) -> list[Json]:

@@ -24,7 +24,6 @@ from common.errors import InvalidArgumentError, UnavailableError
 from text.chat_template import BaseTemplate, ChatTemplate
 from text.control_tokens import ControlTokens, Hidden
 from text.conversation import Conversation, Tools, texts_of
-from text.generic_tools import has_calls
 from text.response_templates import Template, generic_template, response_template
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class ChatForm:
         if self.template is None:
             return False
         if not tools.shown:
-            return not self.template.knows_calls and has_calls(conversation.messages)
+            return not self.template.knows_calls and conversation.has_calls
         if tools.is_forced:  # such an answer is read without knowing the model's own calls
             return not self.template.knows_tools
         return not (self.template.knows_tools and self.answers is not None and self.answers.knows_calls)

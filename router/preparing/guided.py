@@ -28,13 +28,11 @@ class Grammars:
         self._known: dict[Guided, str] = {}  # the last ones, and what is wrong with each
 
     async def check(
-        self, guided: Guided | None, name: FieldName, tools: Tools | None = None, form: Guided | None = None
+        self, guided: Guided, name: FieldName, tools: Tools | None = None, form: Guided | None = None
     ) -> None:
         """`tools`: whose schemas are a part of `guided`. `form`: another part, the client's own, checked first so that
         an error has the words of what the client wrote. Raises `InvalidArgumentError`, and `OverloadedError` if
         others' grammars took all the time that this one may wait."""
-        if guided is None:
-            return
         if form is not None:
             await self.check(form, name)
         if (reason := self._known.get(guided)) is None:

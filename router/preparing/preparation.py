@@ -230,7 +230,8 @@ class Preparation:
     ) -> None:
         """Parses the grammar of guided text; `tools` and `form` are the request's. Raises `InvalidArgumentError`. A
         worker may still refuse the grammar, for example for a token that its model lacks."""
-        await self._grammars.check(params.guided, name, tools, form)
+        if params.guided is not None:
+            await self._grammars.check(params.guided, name, tools, form)
 
     async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         if text:
@@ -439,7 +440,8 @@ def _last(token_ids: list[int], keep: int | None) -> list[int]:
 def _checked(model: ServedModel, sampling: GivenSampling, name: FieldName) -> SamplingParams:
     """All that holds for each prompt of a body."""
     params = checked(sampling, model.limits, name=name)
-    check_size(params, name)
+    if params.bad_words or params.bad_words_ids or params.guided:  # all others together are small enough
+        check_size(params, name)
     if params.bad_words:
         params = replace(params, bad_words_ids=bad_words_ids(model, params, name))
         check_size(params, name, "bad_words")

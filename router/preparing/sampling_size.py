@@ -13,8 +13,6 @@ from protos.messages import message_of
 
 def check_size(params: SamplingParams, name: FieldName, field: str = "") -> None:
     """Workers take no larger parameters. `field`: what has just made them larger; else the largest one is to blame."""
-    if not (params.bad_words or params.bad_words_ids or params.guided):  # all others together are never so large
-        return
     message = message_of(params, types_pb2.SamplingParams)
     if message.ByteSize() <= SAMPLING_BYTES:
         return

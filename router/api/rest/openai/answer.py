@@ -34,7 +34,7 @@ class _Choice:
     """What has come of one choice so far."""
 
     prompt_token_ids: list[int]
-    offsets: TextOffsets = field(default_factory=TextOffsets)
+    offsets: TextOffsets | None = None  # of its tokens, if logprobs are wanted
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
     logprob: float = 0.0  # of its tokens so far, together
@@ -281,7 +281,7 @@ class CompletionAnswer:
         }
 
     def _logprobs(self, choice: _Choice, output: Output) -> JsonObject | None:
-        if not self._wants_logprobs:
+        if choice.offsets is None:
             return None
         tokenizer = self._requests[0].model.tokenizer
         logprobs = self._format.logprobs(output.tokens, tokenizer, choice.offsets)

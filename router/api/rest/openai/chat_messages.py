@@ -147,7 +147,7 @@ def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
         role=message.role,
         content=_said(message, where),
         name=message.name,
-        calls=calls_of(message.tool_calls or (), where),
+        calls=calls_of(message.tool_calls, where) if message.tool_calls else (),
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning_content or message.reasoning,
         values=values,

@@ -30,13 +30,15 @@ class WholeAnswer:
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: WholeCalls = field(default_factory=WholeCalls)
+    calls: WholeCalls | None = None  # None if it has none
 
     def add(self, output: Output) -> None:
         self.texts.append(output.text)
         if output.reasoning:
             self.reasoning.append(output.reasoning)
-        self.calls.add(output.tool_calls)
+        if output.tool_calls:
+            self.calls = self.calls or WholeCalls()
+            self.calls.add(output.tool_calls)
 
 
 class AnswerFormat(Protocol):
@@ -102,7 +104,8 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": logprobs}
 
     def whole(self, index: int, answer: WholeAnswer, logprobs: JsonObject | None) -> JsonObject:
-        text, reasoning, calls = "".join(answer.texts), "".join(answer.reasoning), answer.calls.json()
+        text, reasoning = "".join(answer.texts), "".join(answer.reasoning)
+        calls = [] if answer.calls is None else answer.calls.json()
         message: JsonObject = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if reasoning:
             message.update(dict.fromkeys(self._reasoning_names, reasoning))

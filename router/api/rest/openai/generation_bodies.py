@@ -5,12 +5,14 @@ name. What is only a matter of range is left to `common.validation`, which gRPC 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 from msgspec import UNSET, Raw
 
 from common.choices import Choices
 from common.errors import InvalidArgumentError
+from common.guided import Guided
 from common.validation import ModelLimits
 from router.api.rest.openai.body_types import (
     Body,
@@ -26,12 +28,13 @@ from router.api.rest.openai.guided import GuidedFields
 from router.api.rest.openai.sampling_fields import ALIASES, ALIASES_OF, parameters_in, with_sampling
 from router.api.rest.openai.tools import FunctionTool, NamedTool, chat_tools
 from router.preparing.preparation import ONE_ANSWER
-from text.conversation import Conversation, check_effort
+from text.conversation import Conversation, Tools, check_effort
 
 MAX_CHOICES = 128
 
 _RENAMED = {"guided", "logprobs", "prompt_logprobs", *(name for name, _ in ALIASES)}  # by some clients
 _ONE_ANSWER_ASKED = (None, None, None, None)
+_ANY_TEXT_ASKED = (None, None, None, UNSET, None, None, None)
 
 
 class StreamOptions(Body, kw_only=True):
@@ -40,7 +43,7 @@ class StreamOptions(Body, kw_only=True):
     include_obfuscation: GivenRaw = UNSET  # whether chunks are padded to hide their lengths; none are
 
 
-class GenerationBody(GuidedFields, kw_only=True):
+class GenerationBody(GuidedFields, kw_only=True, dict=True):
     """What chat and text completion have in common, beside the sampling parameters (`with_sampling`)."""
 
     n: int | None = None
@@ -96,6 +99,13 @@ class GenerationBody(GuidedFields, kw_only=True):
             if None not in values and values[0] != values[1]:
                 raise InvalidArgumentError(alias, f"differs from {name}, another name of it")
         self.guided_text  # noqa: B018 - raises if it is wrong
+
+    @cached_property
+    def guided_text(self) -> tuple[str, Guided] | None:
+        """`form`, which is read once: a schema may be long."""
+        older = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        asked = (self.response_format, self.guided, self.structured_outputs, *older)
+        return None if asked == _ANY_TEXT_ASKED else self.form()
 
     @property
     def choices(self) -> Choices:
@@ -211,7 +221,9 @@ class ChatBody(GenerationBody, kw_only=True):
         return "top_logprobs" if name == "logprobs" else super().field_name(name)
 
     def conversation(self, limits: ModelLimits) -> Conversation:
-        tools = chat_tools(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        tools = Tools()
+        if self.tools is not None or self.tool_choice is not None:
+            tools = chat_tools(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
         conversation = conversation_of(
             self.messages,
             tools,

@@ -5,8 +5,6 @@ At most one of them. Schemas and structural tags are objects, or texts of such.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import msgspec
 from msgspec import UNSET, Raw
 
@@ -52,7 +50,7 @@ class ResponseFormat(Body, kw_only=True):
     triggers: GivenRaw = UNSET
 
 
-class GuidedFields(AnswerBody, kw_only=True, dict=True):
+class GuidedFields(AnswerBody, kw_only=True):
     """Says in which form the answer has to be."""
 
     response_format: ResponseFormat | None = None
@@ -63,10 +61,8 @@ class GuidedFields(AnswerBody, kw_only=True, dict=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    @cached_property
-    def guided_text(self) -> tuple[str, Guided] | None:
-        """(the client's name for it, the form of the answer); None for any text. Raises `InvalidArgumentError`. It is
-        read once: a schema may be long."""
+    def form(self) -> tuple[str, Guided] | None:
+        """(the client's name for it, the form of the answer); None for any text. Raises `InvalidArgumentError`."""
         asked: list[tuple[str, Guided]] = []
         if self.response_format is not None and (guided := _of_response_format(self.response_format)):
             asked.append(("response_format", guided))
