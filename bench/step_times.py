@@ -8,41 +8,18 @@ from __future__ import annotations
 import sys
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from common.batch_time import BatchTime, StepShape
 from common.batch_time_file import decode
-from engine.device import Device, KVPlane, Ticket, do_nothing
 from engine.learning.learner import Learner, Source
 from engine.learning.observed_device import ObservedDevice
-from engine.step import Draw, StepInput, StepOutput, StepRow
+from engine.step import Draw, StepRow
+from simulation.device import VirtualDevice
 
 NUM_ROWS = 32
 CONTEXT = 500
-
-
-class Still(Device):
-    """Computes nothing, and says how long a step takes by the model."""
-
-    def __init__(self, seconds: float) -> None:
-        self.info = _Info()  # type: ignore[assignment] # all that is read of it
-        self._output = StepOutput(tokens=[None] * NUM_ROWS, elapsed_s=seconds)
-
-    def begin(self, step: StepInput) -> Ticket:
-        return Ticket(step.number)
-
-    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:  # noqa: ARG002
-        return self._output
-
-    def copy(self, copies: object) -> None:
-        """Nothing."""
-
-    def planes(self) -> list[KVPlane]:
-        return []
-
-
-class _Info:
-    device = "cpu"
 
 
 def median_us(work: Callable[[], object], number: int = 500) -> float:
@@ -60,9 +37,10 @@ def main() -> None:
     print(f"tokens_within  {median_us(lambda: time.tokens_within(3 * step_s, shape, 100, 512)):6.1f} us")
     greedy = Draw(index=3, temperature=0.0)
     rows = [StepRow(token_ids=[1], num_computed_tokens=CONTEXT, block_ids=[1], draw=greedy) for _ in range(NUM_ROWS)]
-    still = Still(step_s)
-    observed = ObservedDevice(still, Learner(time.key, time, Source.FILE, 0.0, beside=lambda _: None))
-    added = median_us(lambda: observed.compute(rows)) - median_us(lambda: still.compute(rows))
+    device = VirtualDevice(time, num_blocks=2, block_size=16, max_model_len=CONTEXT + 1)
+    device.info = replace(device.info, device="cpu")  # of a CPU alone it is asked whether a step had it to itself
+    observed = ObservedDevice(device, Learner(time.key, time, Source.FILE, 0.0, beside=lambda _: None))
+    added = median_us(lambda: observed.compute(rows)) - median_us(lambda: device.compute(rows))
     share = added / step_s / 1e6
     print(f"learning       {added:6.1f} us a step of {NUM_ROWS} decodes, {share:.2%} of its {1000 * step_s:.1f} ms")
 

@@ -1,4 +1,4 @@
-"""A device that computes nothing: a step is over as soon as it is asked for, and its time is told beside."""
+"""A device that computes nothing: a step is over as soon as it is asked for, and says how long it takes."""
 
 from __future__ import annotations
 
@@ -44,18 +44,17 @@ class VirtualDevice(Device):
             device_reason="a simulation",
             free_rows=1.0,
         )
-        self._begun: dict[int, StepInput] = {}
+        self._begun: dict[int, tuple[StepInput, float]] = {}
 
     def begin(self, step: StepInput) -> Ticket:
         self.begun_s = self.time.seconds(step.shape) if step.rows else 0.0
-        self._begun[step.number] = step
+        self._begun[step.number] = step, self.begun_s
         return Ticket(step.number)
 
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:  # noqa: ARG002
-        rows = self._begun.pop(ticket.number).rows
-        return StepOutput(
-            tokens=[None if row.draw is None else SampledToken(answer_id(row.token_ids[-1])) for row in rows]
-        )
+        step, seconds = self._begun.pop(ticket.number)
+        tokens = [None if row.draw is None else SampledToken(answer_id(row.token_ids[-1])) for row in step.rows]
+        return StepOutput(tokens=tokens, elapsed_s=seconds)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """There are no bytes."""

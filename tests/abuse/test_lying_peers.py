@@ -13,7 +13,6 @@ from pathlib import Path
 import grpc
 import httpx
 
-from common.grpc.call_window import STARTS_KEY
 from protos.baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -27,23 +26,26 @@ from tests.abuse.mutate import message_of
 from tests.abuse.rude import PATIENCE_S, RUDE_KEY, Target, at_once, channel
 from tests.abuse.vitals import Vitals
 from tests.integration.stack import Fleet
+from tests.support.fake_worker import FakeWorker
 
 NUM_REQUESTS = 150
 NUM_TOKENS = 4
 MOST = 2**32 - 1
 
 
-class Liar(
-    prefill_pb2_grpc.PrefillServiceServicer,
-    decode_pb2_grpc.DecodeServiceServicer,
-    worker_pb2_grpc.WorkerServiceServicer,
-):
+class Liar(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
     """Says of itself what an honest worker says, more or less, and then anything."""
 
     def __init__(self, honest: worker_pb2.WorkerInfo, tokenizer: worker_pb2.GetTokenizerResponse) -> None:
+        super().__init__()
         self._honest, self._tokenizer = honest, tokenizer
         self._rng = random.Random(7)
         self.num_asked = 0
+        self.epoch, self.says = honest.epoch, self._lies
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        super().add_to(server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
 
     async def Prefill(self, request_iterator, context) -> AsyncIterator[prefill_pb2.PrefillEvent]:  # noqa: N802
         self.num_asked += 1
@@ -67,15 +69,11 @@ class Liar(
                 event.tokens.extend([token] * rng.randrange(4))
             yield event
 
-    async def DecodeMany(self, request_iterator, context) -> AsyncIterator[decode_pb2.DecodeManyResponse]:  # noqa: N802
-        await context.send_initial_metadata(((STARTS_KEY, "1"),))
-        async for message in request_iterator:
-            for start in message.starts:
-                self.num_asked += 1
-                rng, call_id = random.Random(self.num_asked), start.call_id
-                for _ in range(rng.randrange(6)):
-                    yield self._lie(rng, call_id)
-                yield decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id, ended=b"")])
+    def _lies(self, call_id: int) -> list[decode_pb2.DecodeManyResponse]:
+        self.num_asked += 1
+        rng = random.Random(self.num_asked)
+        lies = [self._lie(rng, call_id) for _ in range(rng.randrange(6))]
+        return [*lies, decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id, ended=b"")])]
 
     def _lie(self, rng: random.Random, call_id: int) -> decode_pb2.DecodeManyResponse:
         lie = decode_pb2.DecodeManyResponse()
@@ -131,15 +129,10 @@ def lying(honest: str) -> Iterator[tuple[Liar, str]]:
     addresses: list[str] = []
 
     async def serve() -> None:
-        server = grpc.aio.server()
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(liar, server)
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(liar, server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(liar, server)
-        addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-        await server.start()
+        addresses.append(await liar.start())
         ready.set()
         await done.wait()
-        await server.stop(None)
+        await liar.stop()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()

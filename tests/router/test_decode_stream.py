@@ -11,11 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import InvalidArgumentError
-from common.grpc.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
+from common.errors import BatonError, InvalidArgumentError
+from common.grpc.call_window import MAX_EVENTS, MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
 from common.grpc.options import REQUEST_OTHER_BYTES
-from common.grpc.status import rich_status
-from protos.baton.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, types_pb2
+from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
 from router.fleet.call_outbox import CallOutbox
 from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
 from router.fleet.decode_stream import DecodeStreams
@@ -197,45 +196,26 @@ async def test_requests_move_between_releases(start_worker: StartWorker, start_r
 Says = Callable[[int], list[decode_pb2.DecodeManyResponse]]
 
 
-class Scripted(decode_pb2_grpc.DecodeServiceServicer):
-    """Answers each start with what the test says, and keeps the stream open."""
-
-    def __init__(self, says: Says, breaks: grpc.StatusCode | None = None, *, takes_batches: bool = True) -> None:
-        self.says = says
-        self.takes_batches = takes_batches  # a worker of an older version does not say so
-        self.breaks = breaks  # how the stream ends after the first answer, if it does
-        self.heard: list[decode_pb2.DecodeManyRequest] = []
-
-    async def DecodeMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        await context.send_initial_metadata(((STARTS_KEY, "1"),) if self.takes_batches else ())
-        async for message in request_iterator:
-            self.heard.append(message)
-            for start in message.starts:
-                for said in self.says(start.call_id):
-                    await context.write(said)
-                if self.breaks is not None:
-                    await context.abort(self.breaks, "has had enough")
-
-    def credits(self) -> int:
-        return sum(credit.num_bytes for message in self.heard for credit in message.credits)
-
-    def cancelled(self) -> list[int]:
-        return [call_id for message in self.heard for call_id in message.cancelled_call_ids]
-
-
 @asynccontextmanager
 async def scripted(
-    says: Says, breaks: grpc.StatusCode | None = None, *, takes_batches: bool = True
-) -> AsyncIterator[tuple[Scripted, Client]]:
-    server, servicer = grpc.aio.server(), Scripted(says, breaks, takes_batches=takes_batches)
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
-    client = Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-    await server.start()
+    says: Says, breaks: tuple[grpc.StatusCode, str] | BatonError | None = None, *, takes_batches: bool = True
+) -> AsyncIterator[tuple[FakeWorker, Client]]:
+    worker = FakeWorker()
+    worker.says, worker.breaks, worker.takes_batches = says, breaks, takes_batches
+    client = Client(await worker.start())
     try:
-        yield servicer, client
+        yield worker, client
     finally:
         await client.channel.close()
-        await server.stop(None)
+        await worker.stop()
+
+
+def credits_of(worker: FakeWorker) -> int:
+    return sum(credit.num_bytes for message in worker.heard for credit in message.credits)
+
+
+def cancelled_of(worker: FakeWorker) -> list[int]:
+    return [call_id for message in worker.heard for call_id in message.cancelled_call_ids]
 
 
 def bare(*tokens: tuple[int, int]) -> decode_pb2.DecodeManyResponse:
@@ -279,12 +259,12 @@ async def test_tokens_that_wait_come_together_and_are_credited_when_they_are_tak
     async with scripted(says) as (worker, client):
         slow, other = client.call(), client.call()
         assert await anext(other) == [1], "nobody waits for a slow reader"
-        assert worker.credits() == 0
+        assert credits_of(worker) == 0
         assert await anext(slow) == [*range(half), 7]
-        await until(lambda: worker.credits() == TOKEN_COST * (half + 1))
+        await until(lambda: credits_of(worker) == TOKEN_COST * (half + 1))
         await slow.aclose()
         await other.aclose()
-        await until(lambda: sorted(worker.cancelled()) == [1, 2])
+        await until(lambda: sorted(cancelled_of(worker)) == [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -335,7 +315,7 @@ async def test_a_worker_that_sends_more_than_it_may_is_not_listened_to() -> None
 
     async with scripted(says) as (worker, client):
         flooded = client.call()
-        await until(lambda: worker.cancelled() == [1])
+        await until(lambda: cancelled_of(worker) == [1])
         taken: list[int] = []
 
         async def take() -> None:
@@ -365,7 +345,7 @@ async def test_empty_events_do_not_come_without_end() -> None:
         with pytest.raises(CallFailedError, match="more than it has credit for"):
             await take()
         assert 0 < len(taken) <= WINDOW_BYTES
-        await until(lambda: worker.cancelled() == [1])
+        await until(lambda: cancelled_of(worker) == [1])
 
 
 async def test_an_honest_worker_s_smallest_events_are_no_flood() -> None:
@@ -404,7 +384,7 @@ BREAKS = pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.St
 @BREAKS
 async def test_a_stream_that_worked_is_broken_by_whatever_ends_it(code: grpc.StatusCode) -> None:
     """It was neither unknown to the worker, nor refused by a full one."""
-    async with scripted(lambda call_id: [bare((call_id, 3))], code) as (_, client):
+    async with scripted(lambda call_id: [bare((call_id, 3))], (code, "has had enough")) as (_, client):
         for _ in range(2):
             one, other = client.call(), client.call()
             assert await anext(one) == [3]
@@ -445,18 +425,8 @@ async def test_an_answer_moves_from_a_stream_that_breaks(
 async def test_a_stream_that_ends_is_the_worker_s_fault_and_not_a_request_s() -> None:
     """An INVALID_ARGUMENT of the stream itself must not become a client's 400."""
 
-    class Refuses(decode_pb2_grpc.DecodeServiceServicer):
-        async def DecodeMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-            error = InvalidArgumentError("starts.call_id", "is wrong")
-            details = (("grpc-status-details-bin", rich_status(error).SerializeToString()),)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "starts.call_id: is wrong", details)
-
-    server = grpc.aio.server()
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(Refuses(), server)
-    client = Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-    await server.start()
-    failure = await failure_of(client.call())
-    assert failure.code == "UNAVAILABLE"
-    assert "starts.call_id" in failure.details
-    await client.channel.close()
-    await server.stop(None)
+    error = InvalidArgumentError("starts.call_id", "is wrong")
+    async with scripted(lambda _: [], error) as (_, client):
+        failure = await failure_of(client.call())
+        assert failure.code == "UNAVAILABLE"
+        assert "starts.call_id" in failure.details

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import grpc
 
 from common.errors import BatonError
+from common.grpc.call_window import STARTS_KEY
 from common.grpc.options import MAX_MESSAGE_BYTES, worker_server_options
 from common.grpc.status import error_of_call, status_details
 from common.grpc.transport import add_port
@@ -78,6 +79,11 @@ class FakeWorker(
         self.look: Callable[..., Awaitable[worker_pb2.WorkerStatus]] | None = (
             None  # instead of what it says of its status
         )
+        self.says: Callable[[int], list[decode_pb2.DecodeManyResponse]] | None = (
+            None  # to the start of this call on a stream of many, instead of answering; the stream stays open
+        )
+        self.breaks: tuple[grpc.StatusCode, str] | BatonError | None = None  # how such a stream ends after that
+        self.takes_batches = True  # whether it says that it takes several starts in one message, as it does
         self.chat_template = ""  # instead of the tiny tokenizer's own
         self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
@@ -95,6 +101,7 @@ class FakeWorker(
         self.cancelled = asyncio.Event()
         self.asked = asyncio.Event()
         self.deadlines: list[float | None] = []
+        self.heard: list[decode_pb2.DecodeManyRequest] = []  # with `says`
         self.address = ""
         self._server: grpc.aio.Server | None = None
         self._changed = asyncio.Event()
@@ -105,13 +112,17 @@ class FakeWorker(
         self._server = grpc.aio.server(
             options=worker_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_streams=1024)
         )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
-        embed_pb2_grpc.add_EmbedServiceServicer_to_server(self, self._server)
+        self.add_to(self._server)
         port = add_port(self._server, address, tls)
         await self._server.start()
         self.address = f"127.0.0.1:{port}"
         return self.address
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds its services."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+        embed_pb2_grpc.add_EmbedServiceServicer_to_server(self, server)
 
     async def stop(self) -> None:
         """As a killed process: calls in flight break."""
@@ -244,17 +255,24 @@ class FakeWorker(
         )
 
     async def _refuse(self, context: Context) -> None:
-        if isinstance(self.refuse, BatonError):
-            code = grpc.StatusCode[self.refuse.grpc_code]
-            await context.abort(code, self.refuse.message, trailing_metadata=status_details(self.refuse))
-        elif self.refuse is not None:
-            await context.abort(*self.refuse)
+        if self.refuse is not None:
+            await _abort(context, self.refuse)
 
-    async def DecodeMany(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+    async def DecodeMany(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         if self.is_older:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         self.num_streams += 1
-        await self._many.serve(context)
+        if self.says is None:
+            await self._many.serve(context)
+            return
+        await context.send_initial_metadata(((STARTS_KEY, "1"),) if self.takes_batches else ())
+        async for message in request_iterator:
+            self.heard.append(message)
+            for start in message.starts:
+                for said in self.says(start.call_id):
+                    await context.write(said)
+                if self.breaks is not None:
+                    await _abort(context, self.breaks)
 
     async def _decode(self, request: decode_pb2.DecodeRequest, call: Call) -> None:
         async with aclosing(self.Decode(request, _CallContext(call))) as events:  # type: ignore[arg-type, type-var]
@@ -350,6 +368,14 @@ class FakeWorker(
                 )
             )
         return event
+
+
+async def _abort(context: Context, why: tuple[grpc.StatusCode, str] | BatonError) -> None:
+    if isinstance(why, BatonError):
+        code = grpc.StatusCode[why.grpc_code]
+        await context.abort(code, why.message, trailing_metadata=status_details(why))
+    else:
+        await context.abort(*why)
 
 
 class _CallContext:
