@@ -39,6 +39,7 @@ from router.api.ui.live import Live
 from router.api.ui.pages import PageFiles
 from router.api.worker_views import WorkerViews
 from router.fleet.discovery.follow import fixed, follow
+from router.fleet.patience import PATIENCE, Patience
 from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
 from router.limits.targets import GivenTargets
@@ -68,6 +69,7 @@ async def serve(
     limits: DispatchLimits | None = None,
     file: SettingsFile | None = None,
     process: RouterProcess | None = None,
+    patience: Patience = PATIENCE,
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
     Settings that may change are read again when `file` changes, at once with SIGHUP; so are limits and keys. `process`
@@ -79,7 +81,7 @@ async def serve(
     tls = serving_files(settings, settings.tls_client_ca, ca_field="tls_client_ca")
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     vital = VitalTasks()
-    registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
+    registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital, patience)
     process = process or RouterProcess(settings)
     targets = GivenTargets(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
     quotas = Quotas(settings.limits_file, ledger=process.ledger, targets=targets)

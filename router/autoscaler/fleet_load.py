@@ -22,8 +22,9 @@ from protos.messages import value_of
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
 from router.fleet.discovery.base import Discovery, Found
+from router.fleet.patience import PATIENCE
 from router.fleet.reports import reports, why_unread
-from router.fleet.worker_info import MODEL_S, batch_time_of
+from router.fleet.worker_info import batch_time_of
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class FleetLoad:
                     worker.load, worker.state = value_of(load, WorkerLoad), state_of(load.state)
                     worker.reported_at = self._clock()
                     if load.batch_time_version and worker.may_be_asked(load):
-                        worker.ask_again_at = worker.reported_at + MODEL_S
+                        worker.ask_again_at = worker.reported_at + PATIENCE.model_s
                         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
                         time = batch_time_of(info)
                         worker.prompt_rate = None if time is None else prompt_rate(time)

@@ -13,11 +13,11 @@ from common import metrics
 from common.block_hash import HASH_BYTES
 from common.grpc.streams import uncancelled
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from router.fleet.patience import PATIENCE, Patience
 from router.fleet.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 1.0
 SLICE_BLOCKS = 2**12  # taken in before others get their turn
 SWEEP_BLOCKS = 2**12
 SWEEP_S = 0.1
@@ -30,8 +30,9 @@ class FalseBlocksError(Exception):
 class BlockWatch:
     """One for each router. Its index only has workers that are followed."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience = PATIENCE) -> None:
         self.index = PrefixIndex()
+        self._retry_s = patience.block_retry_s
 
     async def follow(self, address: str, epoch: str, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Follows a worker until this is cancelled, or the worker proves too old or says something impossible; then
@@ -41,7 +42,7 @@ class BlockWatch:
                 reason = await self._read(address, epoch, stub)
                 metrics.router_block_resyncs.inc()
                 log.info("a worker's blocks are asked for anew", extra={"address": address, "reason": reason})
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._retry_s)
         except FalseBlocksError as error:
             metrics.router_false_workers.labels("blocks").inc()
             log.error("a worker says what cannot be", extra={"address": address, "reason": str(error)})

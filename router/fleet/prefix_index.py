@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from common.block_hash import HASH_BYTES
 
 MAX_BLOCKS_PER_WORKER = 2**21  # further ones are not remembered: a worker cannot fill this process's memory
-MAX_EXPECTED = 2**18  # blocks, each counted as often as it is expected
+MAX_EXPECTED = 2**18
 MAX_SETS = 2**16  # kept to be shared
 EXPECTED_S = 10.0  # by then the worker has told of the block, or will not soon
 
@@ -85,7 +85,10 @@ class _Matches(Mapping[str, int]):
 
 
 class PrefixIndex:
-    def __init__(self) -> None:
+    def __init__(self, max_blocks_per_worker: int = MAX_BLOCKS_PER_WORKER, max_expected: int = MAX_EXPECTED) -> None:
+        """`max_expected`: blocks, each counted as often as it is expected."""
+        self._most_of_a_worker = max_blocks_per_worker
+        self._most_expected = max_expected
         self._workers: dict[bytes, int] = {}  # by block name: bits
         self._sets: dict[int, int] = {}  # one object for equal sets
         self._bits: dict[str, int] = {}  # by worker
@@ -132,7 +135,7 @@ class PrefixIndex:
         for name in _each(names):
             before = workers.get(name, 0)
             if not before & bit:
-                if count >= MAX_BLOCKS_PER_WORKER:
+                if count >= self._most_of_a_worker:
                     break
                 count += 1
                 workers[name] = self._shared(before | bit)
@@ -186,7 +189,7 @@ class PrefixIndex:
     def expect(self, worker: str, names: Sequence[bytes], now: float) -> None:
         """A request that brings these blocks to `worker` was sent there. `now` in seconds."""
         bit = self._bits.get(worker)
-        if bit is None or self._num_expected + len(names) > MAX_EXPECTED:
+        if bit is None or self._num_expected + len(names) > self._most_expected:
             return
         self._num_expected += len(names)
         for name in names:

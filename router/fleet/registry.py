@@ -27,6 +27,7 @@ from protos.convert import role_of
 from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
+from router.fleet.patience import PATIENCE, Patience
 from router.fleet.served_model import ServedModel, ask_for_model
 from router.fleet.track_record import TrackRecord
 from router.fleet.worker import Sent, WorkerRecord
@@ -34,9 +35,6 @@ from router.fleet.worker_channels import WorkerChannels
 from router.fleet.worker_watch import WorkerWatch
 
 log = logging.getLogger(__name__)
-
-RECONNECT_WAIT_S = 2.0  # a request waits this long for workers that were there a moment ago
-LOST_LATELY_S = 3.0  # what "a moment ago" is, counted from when the loss was noticed
 
 
 class Registry:
@@ -51,10 +49,12 @@ class Registry:
         decode: Sequence[str],
         channels: Channels | None = None,
         vital: VitalTasks | None = None,
+        patience: Patience = PATIENCE,
     ) -> None:
         """`vital` is told if a worker is not watched any more, by a defect: its process should end."""
         self._channels = WorkerChannels(channels or Channels())
         self._vital = vital or VitalTasks()
+        self._patience = patience
         self._workers: dict[str, WorkerRecord] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_running: Counter[str] = Counter()  # requests, by address; of former workers too, while they have any
@@ -66,9 +66,9 @@ class Registry:
         self._fleet = Fleet()
         self._changed: set[str] = set()  # addresses of workers that `_fleet` is to be told of
         self.models: dict[str, ServedModel] = {}  # by name: the one that is served, once a decode worker has answered
-        self.blocks = BlockWatch()
+        self.blocks = BlockWatch(patience)
         self.track = TrackRecord()
-        self._watch = WorkerWatch(self.blocks, self._channels, self._learn, self._set_state)
+        self._watch = WorkerWatch(self.blocks, self._channels, self._learn, self._set_state, patience)
         self.set_addresses(prefill, decode)
 
     def start(self) -> None:
@@ -182,7 +182,7 @@ class Registry:
         A router that stood still (a paused machine) finds all its connections broken when it goes on, and has new ones
         a moment later. Time counts from when the router noticed a loss, so the pause does not count.
         """
-        lost_after = time.monotonic() - LOST_LATELY_S
+        lost_after = time.monotonic() - self._patience.lost_lately_s
         is_back_soon = any(
             worker.role is not WorkerRole.PREFILL
             and worker.state is WorkerState.UNREACHABLE
@@ -190,7 +190,7 @@ class Registry:
             and not self._excluded(worker)
             for worker in self._workers.values()
         )
-        return RECONNECT_WAIT_S if is_back_soon else 0.0
+        return self._patience.reconnect_wait_s if is_back_soon else 0.0
 
     def _why_not(self, endpoint: Endpoint) -> str:
         if endpoint.excluded:

@@ -11,28 +11,29 @@ from google.protobuf.message import Message
 
 from common.errors import UnavailableError
 from common.grpc.streams import StreamCall, uncancelled
-
-SILENCE_S = 5.0  # workers and routers report at least once a second
+from router.fleet.patience import PATIENCE
 
 ReportT = TypeVar("ReportT", bound=Message)
 
 
-async def reports(call: StreamCall, kind: type[ReportT]) -> AsyncGenerator[ReportT, None]:
-    """The reports of a stream, until it ends. Raises `TimeoutError` if it falls silent, `grpc.aio.AioRpcError` if it
-    fails."""
+async def reports(
+    call: StreamCall, kind: type[ReportT], silence_s: float = PATIENCE.silence_s
+) -> AsyncGenerator[ReportT, None]:
+    """The reports of a stream, until it ends. Raises `TimeoutError` if none comes for `silence_s`,
+    `grpc.aio.AioRpcError` if it fails."""
     while True:
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(silence_s):
             report = await uncancelled(call.read())
         if not isinstance(report, kind):  # grpc.aio.EOF
             return
         yield report
 
 
-def why_unread(error: Exception) -> str:
+def why_unread(error: Exception, silence_s: float = PATIENCE.silence_s) -> str:
     """In words, why a peer's reports could not be read on. Raises `error` again if that is a defect of ours."""
     match error:
         case TimeoutError():
-            return f"has been silent for {SILENCE_S:g} s"
+            return f"has been silent for {silence_s:g} s"
         case UnavailableError():
             return error.message
         case grpc.aio.AioRpcError() if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -18,7 +18,6 @@ MAX_BLOCK_SIZE = 2**16
 MAX_EOS_TOKENS = 1024
 MAX_NAME_CHARS = 1024
 MAX_MODEL_BYTES = 2**20  # of a model of time, which has some ten thousand
-MODEL_S = 5.0  # a worker that learns new times again and again is asked for them at most this often
 SURE_SOURCES = ("file", "learned")  # a model of some quick steps at start is too rough to compare workers by
 NAMES = (
     *("worker_id", "epoch", "model", "fingerprint", "fingerprint_but_dtype"),

@@ -22,10 +22,11 @@ from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import sampling_parameters_of, state_of
 from protos.messages import value_of
 from router.fleet.block_watch import BlockWatch
+from router.fleet.patience import PATIENCE, Patience
 from router.fleet.reports import reports, why_unread
 from router.fleet.worker import WorkerRecord
 from router.fleet.worker_channels import WorkerChannels
-from router.fleet.worker_info import MODEL_S, batch_time_of, false_info
+from router.fleet.worker_info import batch_time_of, false_info
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ class WorkerWatch:
         channels: WorkerChannels,
         learn: Callable[[WorkerRecord, worker_pb2_grpc.WorkerServiceAsyncStub], Awaitable[None]],
         set_state: Callable[[WorkerRecord, WorkerState, str], None],
+        patience: Patience = PATIENCE,
     ) -> None:
         """`learn` is called when a worker has said who it is, `set_state` with each state and what the problem is."""
         self._blocks = blocks
         self._channels = channels
         self._learn = learn
         self._set_state = set_state
+        self._patience = patience
 
     async def run(self, worker: WorkerRecord) -> None:
         """Watches the worker until cancelled."""
@@ -62,7 +65,7 @@ class WorkerWatch:
                     await self._read_load(worker, stub)
                 problem = "its load stream ended"
             except (TimeoutError, UnavailableError, grpc.aio.AioRpcError) as error:
-                problem = why_unread(error)
+                problem = why_unread(error, self._patience.silence_s)
             except Exception as error:  # one worker's odd answer must not end the watch
                 log.exception("watching a worker failed", extra={"address": worker.address})
                 problem = repr(error)
@@ -77,7 +80,7 @@ class WorkerWatch:
             raise UnavailableError(false)
         worker.info, worker.parameters = info, sampling_parameters_of(info)
         worker.batch_time = batch_time_of(info)
-        worker.ask_again_at = time.monotonic() + MODEL_S
+        worker.ask_again_at = time.monotonic() + self._patience.model_s
         worker.changed()
 
     @contextlib.asynccontextmanager
@@ -96,7 +99,7 @@ class WorkerWatch:
     async def _read_load(self, worker: WorkerRecord, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
         try:
-            async with aclosing(reports(call, worker_pb2.WorkerLoad)) as loads:
+            async with aclosing(reports(call, worker_pb2.WorkerLoad, self._patience.silence_s)) as loads:
                 async for load in loads:
                     if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
                         return  # another process answers at this address now: ask who it is

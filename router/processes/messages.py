@@ -91,9 +91,12 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 class Link:
     """One end of the connection between the parent and a process."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_unread_bytes: int = MAX_UNREAD_BYTES
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._max_unread_bytes = max_unread_bytes
 
     def send(self, message: Message) -> None:
         """Sends a message, which is lost if the other end is gone; then `messages` ends.
@@ -101,7 +104,7 @@ class Link:
         An end that does not read for a long time is as good as gone: what it is sent would grow without end.
         """
         unread = self._writer.transport.get_write_buffer_size()
-        if unread > MAX_UNREAD_BYTES:
+        if unread > self._max_unread_bytes:
             if not self._writer.transport.is_closing():
                 log.error("a process of the router does not read what it is sent", extra={"bytes": unread})
             self._writer.transport.abort()

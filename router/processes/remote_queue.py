@@ -21,9 +21,15 @@ class RemoteQueue:
     """`RequestQueue`, as one process sees it."""
 
     def __init__(
-        self, max_running: int | None, send: Callable[[Message], None], *, max_wait_s: float = math.inf
+        self,
+        max_running: int | None,
+        send: Callable[[Message], None],
+        *,
+        max_wait_s: float = math.inf,
+        answer_wait_s: float = ANSWER_WAIT_S,
     ) -> None:
         self._max_wait_s = max_wait_s
+        self._answer_wait_s = answer_wait_s
         self._is_limited = max_running is not None
         self._send = send
         self._numbers = itertools.count()
@@ -75,7 +81,7 @@ class RemoteQueue:
         self._send(Enter(number, tenant, cost, left_s, priority, weight, request_priority, places))
         try:
             try:
-                async with asyncio.timeout(min(self._max_wait_s, max(left_s, 0.0)) + ANSWER_WAIT_S):
+                async with asyncio.timeout(min(self._max_wait_s, max(left_s, 0.0)) + self._answer_wait_s):
                     await turn
             except TimeoutError:
                 raise UnavailableError("the router's parent process gives no places in its queue") from None

@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY
 from common.config import RouterSettings
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2_grpc, router_pb2_grpc
+from router.fleet.patience import PATIENCE, Patience
 from router.running.retries import DispatchLimits
 from router.server import serve
 from tests.support.fake_worker import FakeWorker
@@ -95,6 +96,7 @@ async def start_router(start_worker: StartWorker) -> AsyncIterator[StartRouter]:
             *decode: FakeWorker,
             prefill: tuple[FakeWorker, ...] = (),
             limits: DispatchLimits = LIMITS,
+            patience: Patience = PATIENCE,
             **settings: object,
         ) -> RunningRouter:
             addresses = {
@@ -109,6 +111,7 @@ async def start_router(start_worker: StartWorker) -> AsyncIterator[StartRouter]:
                     lambda url, address: is_ready.set_result((url, address)),
                     stop,
                     limits,
+                    patience=patience,
                 )
             )
             futures: set[asyncio.Future[object]] = {task, is_ready}  # type: ignore[arg-type]

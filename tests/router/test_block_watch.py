@@ -10,18 +10,14 @@ import pytest
 from common.block_hash import block_hashes, root_hash
 from common.grpc.transport import Channels
 from protos.baton.v1 import worker_pb2_grpc
-from router.fleet import block_watch
 from router.fleet.block_watch import BlockWatch
+from router.fleet.patience import Patience
 from router.fleet.registry import Registry
 from tests.router.conftest import StartWorker, sample
 from tests.support.fake_worker import FakeWorker
 
+QUICK = Patience(block_retry_s=0.01)
 NAMES = block_hashes(root_hash("f1"), list(range(64)), 16)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_watch, "RETRY_S", 0.01)
 
 
 async def becomes(condition: Callable[[], bool]) -> None:
@@ -36,7 +32,7 @@ async def test_a_list_and_changes(worker: FakeWorker) -> None:
         {"sequence": 7, "stored": NAMES[1]},
         {"sequence": 8, "stored": b"".join(NAMES[2:])},
     ]
-    registry = Registry([], [worker.address])
+    registry = Registry([], [worker.address], patience=QUICK)
     registry.start()
     index = registry.blocks.index
     await becomes(lambda: index.match(NAMES, 0) == {worker.address: 4})
@@ -54,7 +50,7 @@ async def test_a_list_and_changes(worker: FakeWorker) -> None:
 async def test_a_gap_is_noticed_and_all_asked_for_anew(worker: FakeWorker) -> None:
     before = sample("baton_router_block_resyncs_total")
     worker.block_changes = [{"sequence": 1, "starts_list": True, "stored": NAMES[0]}]
-    registry = Registry([], [worker.address])
+    registry = Registry([], [worker.address], patience=QUICK)
     registry.start()
     index = registry.blocks.index
     await becomes(lambda: index.num_blocks(worker.address) == 1)
@@ -71,7 +67,7 @@ async def test_a_false_worker_is_not_followed(start_worker: StartWorker) -> None
     false.block_changes = [{"starts_list": True, "stored": b"".join(NAMES)}, {"stored": b"short"}]
     true.block_changes = [{"starts_list": True, "stored": NAMES[0]}]
     before = sample("baton_router_false_workers_total", about="blocks")
-    registry = Registry([], [false.address, true.address])
+    registry = Registry([], [false.address, true.address], patience=QUICK)
     registry.start()
     await becomes(lambda: sample("baton_router_false_workers_total", about="blocks") == before + 1)
     await becomes(lambda: registry.blocks.index.match(NAMES, 0) == {true.address: 1})
@@ -84,7 +80,7 @@ async def test_a_worker_of_an_older_version_is_used_without(
 ) -> None:
     worker.is_older = True
     channel = Channels().open(worker.address)
-    watch = BlockWatch()
+    watch = BlockWatch(QUICK)
     async with asyncio.timeout(20):
         with caplog.at_level("INFO"):
             await watch.follow(worker.address, "e1", worker_pb2_grpc.WorkerServiceStub(channel))

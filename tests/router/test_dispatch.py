@@ -16,8 +16,9 @@ from common.grpc.status import error_of_call
 from common.retry_budget import RetryBudget
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
-from router.fleet import registry
 from router.fleet.endpoint import Endpoint
+from router.fleet.patience import Patience
+from router.fleet.registry import Registry
 from router.policy.base import Reasons, RoutingDecision, RoutingRequest
 from router.running.dispatch import Dispatcher
 from router.running.request import Progress
@@ -163,10 +164,9 @@ async def lost(worker: FakeWorker) -> None:
 
 
 async def test_a_request_waits_for_a_worker_that_was_there_a_moment_ago(
-    worker: FakeWorker, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+    worker: FakeWorker, start_router: StartRouter
 ) -> None:
-    monkeypatch.setattr(registry, "RECONNECT_WAIT_S", 60.0)
-    monkeypatch.setattr(registry, "LOST_LATELY_S", 60.0)
+    router = await start_router(worker, patience=Patience(reconnect_wait_s=60.0, lost_lately_s=60.0))
     await lost(worker)
     asking = asyncio.create_task(ask(router))
     await reaches("baton_router_requests_running", 1)
@@ -177,20 +177,16 @@ async def test_a_request_waits_for_a_worker_that_was_there_a_moment_ago(
 
 
 async def test_a_request_does_not_wait_for_a_worker_that_was_lost_long_ago(
-    worker: FakeWorker, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+    worker: FakeWorker, start_router: StartRouter
 ) -> None:
-    monkeypatch.setattr(registry, "RECONNECT_WAIT_S", 3600.0)
-    monkeypatch.setattr(registry, "LOST_LATELY_S", 0.0)
+    router = await start_router(worker, patience=Patience(reconnect_wait_s=3600.0, lost_lately_s=0.0))
     await lost(worker)
     with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is ready"):
         await ask(router)
 
 
-async def test_the_wait_for_a_lost_worker_is_bounded(
-    worker: FakeWorker, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "RECONNECT_WAIT_S", 0.2)
-    monkeypatch.setattr(registry, "LOST_LATELY_S", 3600.0)
+async def test_the_wait_for_a_lost_worker_is_bounded(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker, patience=Patience(reconnect_wait_s=0.2, lost_lately_s=3600.0))
     await lost(worker)
     with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is ready"):
         await ask(router)
@@ -466,7 +462,7 @@ class _Gone:
 
 
 async def test_a_worker_that_is_none_any_more_is_a_lost_one() -> None:
-    nobody = registry.Registry([], [])
+    nobody = Registry([], [])
     retries = Retries(nobody, DispatchLimits(recovery_wait_s=0.0))
     dispatcher = Dispatcher(nobody, Routes(nobody, _Gone()), retries)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1 is no worker any more"):

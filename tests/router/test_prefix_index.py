@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 
 from common.block_hash import block_hashes, root_hash
-from router.fleet import prefix_index
 from router.fleet.prefix_index import EXPECTED_S, PrefixIndex
 
 ROOT = root_hash("f")
@@ -104,15 +102,13 @@ def test_a_gap_ends_what_counts() -> None:
     assert index_of(a=[*NAMES[:4], *NAMES[5:8]]).match(NAMES, 0) == {"a": 4}
 
 
-def test_a_worker_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_BLOCKS_PER_WORKER", 4)
-    index = PrefixIndex()
+def test_a_worker_cannot_fill_the_memory() -> None:
+    index = PrefixIndex(max_blocks_per_worker=4, max_expected=4)
     index.reset("a")
     assert not index.store("a", joined(NAMES))
     assert (len(index), index.num_blocks("a")) == (4, 4)
     index.remove("a", joined(NAMES))
     assert len(index) == 0
-    monkeypatch.setattr(prefix_index, "MAX_EXPECTED", 4)
     index.expect("a", NAMES[:4], 0)
     index.expect("a", NAMES, 0)
     index.expect("a", NAMES[:1], 0)  # known already, and more memory all the same

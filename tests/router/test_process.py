@@ -15,8 +15,11 @@ from tests.router.processes.running import running
 from tests.support.fake_worker import ANSWER, FakeWorker
 
 PATIENT = """
-import router.fleet.registry
-router.fleet.registry.RECONNECT_WAIT_S = 30.0  # the machine may be slow
+import functools
+import router.server
+from router.fleet.patience import Patience
+patience = Patience(reconnect_wait_s=30.0)  # the machine may be slow
+router.server.serve = functools.partial(router.server.serve, patience=patience)
 """
 NO_TORCH = """
 import sys

@@ -17,8 +17,9 @@ from common.errors import ModelNotFoundError
 from common.grpc.transport import Channels
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
-from router.fleet import reports, worker_watch
+from router.fleet import worker_watch
 from router.fleet.endpoint import Endpoint
+from router.fleet.patience import PATIENCE, Patience
 from router.fleet.registry import Registry
 from router.fleet.track_record import MAX_FAILURES
 from tests.router.conftest import StartWorker
@@ -27,8 +28,13 @@ from tests.support.fake_worker import Context, FakeWorker
 
 
 @pytest.fixture
-async def registry(worker: FakeWorker) -> AsyncIterator[Registry]:
-    registry = Registry([], [worker.address])
+def patience() -> Patience:
+    return PATIENCE
+
+
+@pytest.fixture
+async def registry(worker: FakeWorker, patience: Patience) -> AsyncIterator[Registry]:
+    registry = Registry([], [worker.address], patience=patience)
     registry.start()
     yield registry
     await registry.close()
@@ -63,10 +69,8 @@ async def test_a_worker_is_described(registry: Registry, worker: FakeWorker) -> 
         registry.served("Tiny")
 
 
-async def test_what_a_worker_learns_of_its_steps_times_arrives(
-    registry: Registry, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_watch, "MODEL_S", 0.1)
+@pytest.mark.parametrize("patience", [Patience(model_s=0.1)])
+async def test_what_a_worker_learns_of_its_steps_times_arrives(registry: Registry, worker: FakeWorker) -> None:
     await until(registry, lambda: not registry.not_ready())
     assert endpoint(registry, worker.address).batch_time is None
 
@@ -101,10 +105,9 @@ class Restless(FakeWorker):
         return load
 
 
-async def test_a_worker_that_always_has_a_newer_model_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_watch, "MODEL_S", 600.0)
+async def test_a_worker_that_always_has_a_newer_model_is_asked_seldom() -> None:
     worker = Restless()
-    registry = Registry([], [await worker.start()])
+    registry = Registry([], [await worker.start()], patience=Patience(model_s=600.0))
     registry.start()
     try:
         for number in range(5):
@@ -153,14 +156,12 @@ async def test_sent_requests_count_until_they_are_reported(registry: Registry, w
     assert endpoint(registry, worker.address).num_unreported == 0
 
 
-async def test_a_silent_worker_is_unreachable(
-    registry: Registry, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("patience", [Patience(silence_s=0.3)])
+async def test_a_silent_worker_is_unreachable(registry: Registry, worker: FakeWorker) -> None:
+    worker.change(report_s=0.02)
     await until(registry, lambda: not registry.not_ready())
-    monkeypatch.setattr(reports, "SILENCE_S", 0.2)
     worker.silent = True
     await until(registry, lambda: endpoint(registry, worker.address).state is WorkerState.UNREACHABLE)
-    monkeypatch.undo()
     worker.change(silent=False)
     await until(registry, lambda: not registry.not_ready())
 

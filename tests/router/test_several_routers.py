@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.types import WorkerRole, WorkerState
-from router.fleet import reports
+from router.fleet.patience import Patience
 from router.fleet.registry import Registry
 from router.policy.base import RoutingRequest
 from router.policy.registry import create_policy
@@ -21,6 +21,7 @@ from tests.support.fake_worker import FakeWorker
 
 NUM_ROUTERS = 3
 REQUEST = RoutingRequest(num_prompt_tokens=10, fingerprint="f1")
+PATIENT = Patience(silence_s=600.0)  # a worker that does not report is there all the same
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Fleet:
 async def fleet(num_workers: int, *, are_told: bool) -> AsyncIterator[Fleet]:
     workers = [FakeWorker(WorkerRole.DECODE) for _ in range(num_workers)]
     addresses = [await worker.start() for worker in workers]
-    routers = [Router(Registry([], addresses)) for _ in range(NUM_ROUTERS)]
+    routers = [Router(Registry([], addresses, patience=PATIENT)) for _ in range(NUM_ROUTERS)]
     found = Fleet(dict(zip(addresses, workers, strict=True)), routers, True)
     try:
         for router in routers:
@@ -88,12 +89,6 @@ async def fleet(num_workers: int, *, are_told: bool) -> AsyncIterator[Fleet]:
             await router.registry.close()
         for worker in workers:
             await worker.stop()
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not report is there all the same."""
-    monkeypatch.setattr(reports, "SILENCE_S", 600.0)
 
 
 @pytest.mark.parametrize(("are_told", "longest_queue"), [(True, 1), (False, 3)])

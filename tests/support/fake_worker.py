@@ -86,6 +86,7 @@ class FakeWorker(
         self.takes_batches = True  # whether it says that it takes several starts in one message, as it does
         self.chat_template = ""  # instead of the tiny tokenizer's own
         self.silent = False  # answers calls, but reports no load
+        self.report_s = 0.5  # seconds between reports of its load, if nothing changes
         self.delay_s = 0.0  # before each token
         self.block_changes: list[dict[str, Any]] = [{"starts_list": True}]  # with which each stream of blocks begins
         self.more_blocks: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -187,7 +188,7 @@ class FakeWorker(
                 await asyncio.Event().wait()
             yield self._load()
             try:
-                async with asyncio.timeout(0.5):
+                async with asyncio.timeout(self.report_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 from collections.abc import Iterator
@@ -15,10 +16,9 @@ import pytest
 from common.config import RouterSettings
 from common.errors import UnavailableError
 from common.process.tasks import VitalTasks
-from router.processes import messages, remote_queue
 from router.processes.child import Child
 from router.processes.member import SIGNALS, Member, ProcessSpec, _say_last
-from router.processes.messages import Beat, Enter, Leave, Link, Message, Reply
+from router.processes.messages import MAX_UNREAD_BYTES, Beat, Enter, Leave, Link, Message, Reply
 from router.processes.parent import _Parent
 from router.processes.remote_queue import RemoteQueue
 from router.processes.shared_ledger import SharedLedger
@@ -27,8 +27,8 @@ PATIENCE_S = 60.0
 SETTINGS = RouterSettings.model_validate({"decode": ("127.0.0.1:1",), "processes": 2})
 
 
-async def link_of(end: socket.socket) -> Link:
-    return Link(*await asyncio.open_unix_connection(sock=end))
+async def link_of(end: socket.socket, max_unread_bytes: int = MAX_UNREAD_BYTES) -> Link:
+    return Link(*await asyncio.open_unix_connection(sock=end), max_unread_bytes)
 
 
 def place_in(folder: Path) -> ProcessSpec:
@@ -51,13 +51,10 @@ def unblocked() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-async def test_an_end_that_does_not_read_is_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(messages, "MAX_UNREAD_BYTES", 2**16)
+async def test_an_end_that_does_not_read_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        link = await link_of(ours)
+        link = await link_of(ours, max_unread_bytes=2**16)
         for number in range(100):
             link.send(Reply(number, [bytes(2**14)]))
         assert link._writer.transport.get_write_buffer_size() <= 2**16 + 2**15
@@ -66,10 +63,10 @@ async def test_an_end_that_does_not_read_is_gone(
     assert caplog.text.count("does not read what it is sent") == 1
 
 
-async def test_a_place_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_queue, "ANSWER_WAIT_S", 0.05)
+async def test_a_place_is_not_waited_for_without_end() -> None:
     sent: list[Message] = []
-    for queue, left_s in ((RemoteQueue(1, sent.append), 0.0), (RemoteQueue(1, sent.append, max_wait_s=0.0), 3600.0)):
+    for max_wait_s, left_s in ((math.inf, 0.0), (0.0, 3600.0)):
+        queue = RemoteQueue(1, sent.append, max_wait_s=max_wait_s, answer_wait_s=0.05)
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(UnavailableError, match="gives no places"):
                 async with queue.place("a", 1.0, left_s):

@@ -15,7 +15,7 @@ from common.errors import InvalidArgumentError, OverloadedError, StartupError
 from router.limits.gate import Gate, GateLimits
 from router.limits.ledger import Ledger, LocalLedger
 from router.limits.quotas import Quotas
-from router.processes import shared_folder
+from router.processes.shared_folder import shared_folder
 from router.processes.shared_ledger import ROWS_AT_ONCE, TOTAL, SharedLedger
 
 Open = Callable[[int | None], SharedLedger]
@@ -115,14 +115,10 @@ def test_files_that_somebody_removed_are_refused(tmp_path: Path, lost: str) -> N
             SharedLedger(str(folder), 2, 1)
 
 
-def test_shared_memory_is_used_if_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folder, "SHARED_MEMORY", tmp_path)
-    assert shared_folder.shared_folder() == tmp_path
-    monkeypatch.setattr(shared_folder, "MIN_SHARED_MIB", 2**40)
-    assert shared_folder.shared_folder() is None
-    monkeypatch.setattr(shared_folder, "MIN_SHARED_MIB", 0)
-    monkeypatch.setattr(shared_folder, "SHARED_MEMORY", tmp_path / "none")
-    assert shared_folder.shared_folder() is None
+def test_shared_memory_is_used_if_it_can_be(tmp_path: Path) -> None:
+    assert shared_folder(tmp_path) == tmp_path
+    assert shared_folder(tmp_path, min_mib=2**40) is None
+    assert shared_folder(tmp_path / "none", min_mib=0) is None
 
 
 def _take_many(directory: str, process: int) -> None:
