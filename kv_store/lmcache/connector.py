@@ -67,17 +67,24 @@ class LMCacheConnector(KVConnector):
     name: ClassVar[str] = "lmcache"
     is_store: ClassVar[bool] = True
 
-    def __init__(self, config: ConnectorConfig) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> None:
         address = config.own(LMCacheSettings).lmcache_address
         if not address:
             raise StartupError("lmcache_address: host:port of an LMCache server on this machine is needed")
         self._config = config
+        self._lookup_timeout_s = lookup_timeout_s
         self._client = LMCacheClient(address)
         self._queue: FairQueue[Job, _Part] = FairQueue()
         self._lookups = Lookups(self._look_up, "LMCache did not answer whether it holds KV blocks")
         self._threads: list[threading.Thread] = []
         try:
-            self._client.wait_until_up(START_TIMEOUT_S)
+            self._client.wait_until_up(start_timeout_s)
         except StartupError:
             self._client.close(0.0)
             raise
@@ -102,10 +109,10 @@ class LMCacheConnector(KVConnector):
         """Does nothing: the server is all that workers share."""
 
     def lookup(self, block_hashes: Sequence[bytes]) -> int:
-        return self._look_up(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S)[0]
+        return self._look_up(block_hashes, time.monotonic() + self._lookup_timeout_s)[0]
 
     def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
-        return self._lookups.start(block_hashes, LOOKUP_TIMEOUT_S)
+        return self._lookups.start(block_hashes, self._lookup_timeout_s)
 
     def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> tuple[int, str | None]:
         """See `kv_store.lookups.LookUp`."""

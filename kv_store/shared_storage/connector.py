@@ -73,8 +73,15 @@ class SharedStorageConnector(KVConnector):
     name: ClassVar[str] = "shared_storage"
     is_store: ClassVar[bool] = True
 
-    def __init__(self, config: ConnectorConfig) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        *,
+        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
+        join_timeout_s: float = _JOIN_TIMEOUT_S,
+    ) -> None:
         self._config = config
+        self._lookup_timeout_s, self._join_timeout_s = lookup_timeout_s, join_timeout_s
         own = config.own(SharedStorageSettings)
         self._kv_dir = prepare_directory(own.kv_dir or "")
         self._limit_bytes = None if own.kv_dir_size_gb is None else int(own.kv_dir_size_gb * 2**30)
@@ -117,7 +124,7 @@ class SharedStorageConnector(KVConnector):
         return self._look_up(block_hashes, math.inf)[0]
 
     def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
-        return self._lookups.start(block_hashes, LOOKUP_TIMEOUT_S)
+        return self._lookups.start(block_hashes, self._lookup_timeout_s)
 
     def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> tuple[int, str | None]:
         """See `kv_store.lookups.LookUp`."""
@@ -166,10 +173,10 @@ class SharedStorageConnector(KVConnector):
         self._lookups.close()
         self._background.close()
         self._watch.close()
-        if self._space is not None and not self._space.close(_JOIN_TIMEOUT_S):
+        if self._space is not None and not self._space.close(self._join_timeout_s):
             log.warning("the cleaner still waits for the file system")
         for thread in self._threads:
-            thread.join(_JOIN_TIMEOUT_S)
+            thread.join(self._join_timeout_s)
             if thread.is_alive():
                 log.warning("I/O thread still waits for the file system", extra={"io_thread": thread.name})
         self._threads.clear()

@@ -27,7 +27,6 @@ from engine.core import EngineCore
 from engine.remote_kv import VERIFY_STORED_S
 from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
-from kv_store.shared_storage import connector as shared_storage
 from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.sharded_files import ShardedFiles
 from tests.kv_store.stored import hanging, hanging_writes, path_of
@@ -36,15 +35,21 @@ from tests.support.fake_device import PATIENCE_S, SPEC, FakeDevice, add, assert_
 PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
 
 
-@pytest.fixture(autouse=True)
-def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PendingLookups end when they know, however slow this machine is."""
-    monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", PATIENCE_S)
+def store_in(
+    folder: Path, *, transfer_timeout_s: float = 10.0, lookup_timeout_s: float = PATIENCE_S
+) -> SharedStorageConnector:
+    """Its lookups end when they know, however slow this machine is."""
+    config = ConnectorConfig(
+        section={"kv_dir": str(folder)}, epoch="e", worker_id="w", transfer_timeout_s=transfer_timeout_s
+    )
+    return SharedStorageConnector(config, lookup_timeout_s=lookup_timeout_s)
 
 
 @contextmanager
-def engine(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeDevice]]:
-    connector = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(folder)}, epoch="e", worker_id="w"))
+def engine(
+    folder: Path, *, lookup_timeout_s: float = PATIENCE_S, **settings: object
+) -> Iterator[tuple[EngineCore, FakeDevice]]:
+    connector = store_in(folder, lookup_timeout_s=lookup_timeout_s)
     core, runner = make_core(connector=connector, **settings)
     try:
         yield core, runner
@@ -175,7 +180,7 @@ def test_a_lookup_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> No
 
 def test_a_store_that_hangs_holds_up_only_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path, PROMPT)
-    with engine(tmp_path) as (core, runner):
+    with engine(tmp_path, lookup_timeout_s=2.0) as (core, runner):
         add(core, "stream", [1, 2, 3], max_tokens=20)
         core.step()
         goes_on, asked = threading.Event(), threading.Event()
@@ -186,7 +191,6 @@ def test_a_store_that_hangs_holds_up_only_who_asked(tmp_path: Path, monkeypatch:
             return goes_on.wait(PATIENCE_S) and contains(files, block_hash)
 
         monkeypatch.setattr(ShardedFiles, "contains", hang)
-        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 2.0)
         try:
             for name in ("asks", "gone"):
                 add(core, name, PROMPT, max_tokens=4, waits_for_lookup=False)
@@ -215,9 +219,7 @@ def a_hanging_fetch(folder: Path, **settings: object) -> Iterator[tuple[EngineCo
     blocks but the first are good then, however late."""
     fill(folder, PROMPT)
     (first, *_) = block_hashes(root_hash(SPEC.fingerprint()), PROMPT, SPEC.block_size)
-    connector = SharedStorageConnector(
-        ConnectorConfig(section={"kv_dir": str(folder)}, worker_id="w", transfer_timeout_s=0.5)
-    )
+    connector = store_in(folder, transfer_timeout_s=0.5)
     core, _ = make_core(connector=connector, **settings)
     add(core, "a", PROMPT, max_tokens=4)
     with hanging(path_of(folder, first, SPEC)) as go_on:
@@ -303,9 +305,7 @@ def test_without_other_blocks_a_read_that_hangs_is_waited_for(tmp_path: Path) ->
 
 
 def test_a_publication_that_hangs_is_announced_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = SharedStorageConnector(
-        ConnectorConfig(section={"kv_dir": str(tmp_path)}, worker_id="w", transfer_timeout_s=0.5)
-    )
+    connector = store_in(tmp_path, transfer_timeout_s=0.5)
     core, _ = make_core(connector=connector)
     with hanging_writes(monkeypatch) as go_on:
         add(core, "a", PROMPT, mode=m.RequestMode.PREFILL)
@@ -614,7 +614,7 @@ def test_another_model_layout_or_adapter_finds_nothing(tmp_path: Path) -> None:
         replace(SPEC, num_layers=2),
     ]
     for spec in [SPEC, *specs]:
-        store = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path)}, epoch="e", worker_id="w"))
+        store = store_in(tmp_path)
         store.register_kv_cache(torch.zeros((4, *spec.block_shape), dtype=getattr(torch, spec.dtype)), spec, int)
         names = block_hashes(root_hash(spec.fingerprint()), PROMPT, spec.block_size)
         adapted = block_hashes(root_hash(spec.fingerprint()), PROMPT, spec.block_size, extra_keys(lora_id="a"))
@@ -647,7 +647,7 @@ def test_a_store_beside_another_connector(tmp_path: Path) -> None:
     """A prefill hands over through its connector and leaves its blocks in the store all the same."""
     for mode in (m.RequestMode.PREFILL, m.RequestMode.LOCAL):
         handoff = MemoryConnector(ConnectorConfig(epoch="e", worker_id="w"))
-        store = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path)}, epoch="e", worker_id="w"))
+        store = store_in(tmp_path)
         core, runner = make_core(connector=handoff, store=store)
         try:
             add(core, "a", PROMPT, params=SamplingParams(temperature=0, max_tokens=2), mode=mode)

@@ -15,12 +15,10 @@ import torch
 from common import metrics
 from common.errors import StartupError, TransferError
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
-from kv_store.lmcache import connector as lmcache
 from kv_store.lmcache import marks as lmcache_marks
 from kv_store.lmcache.client import LMCacheClient
 from kv_store.lmcache.connector import LMCacheConnector
 from kv_store.lmcache.groups import Bytes, Chunk, Group, GroupLayout
-from kv_store.registry import create_connector
 from tests.kv_store.conformance import (
     PATIENCE_S,
     SPEC,
@@ -51,12 +49,6 @@ def server(running_server: LMCacheProcess) -> LMCacheProcess:
     return running_server
 
 
-@pytest.fixture(autouse=True)
-def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookups end when they know, however slow this machine is."""
-    monkeypatch.setattr(lmcache, "LOOKUP_TIMEOUT_S", PATIENCE_S)
-
-
 def config(server: LMCacheProcess, timeout_s: float = PATIENCE_S) -> ConnectorConfig:
     return ConnectorConfig(section={"lmcache_address": server.address}, transfer_timeout_s=timeout_s)
 
@@ -65,8 +57,11 @@ def config(server: LMCacheProcess, timeout_s: float = PATIENCE_S) -> ConnectorCo
 def make_worker() -> Iterator[Callable[..., Worker]]:
     made: list[Worker] = []
 
-    def make(server: LMCacheProcess, num_blocks: int, timeout_s: float = PATIENCE_S) -> Worker:
-        made.append(Worker(LMCacheConnector(config(server, timeout_s)), num_blocks, BIG_SPEC, seed=len(made) + 1))
+    def make(
+        server: LMCacheProcess, num_blocks: int, timeout_s: float = PATIENCE_S, lookup_timeout_s: float = PATIENCE_S
+    ) -> Worker:
+        connector = LMCacheConnector(config(server, timeout_s), lookup_timeout_s=lookup_timeout_s)
+        made.append(Worker(connector, num_blocks, BIG_SPEC, seed=len(made) + 1))
         return made[-1]
 
     yield make
@@ -90,7 +85,9 @@ class TestLMCache(ConnectorConformance):
     @pytest.fixture
     def create(self, server: LMCacheProcess) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:
-            return create_connector("lmcache", replace(config(server), worker_id=worker_id, epoch=epoch))
+            """Its lookups end when they know, however slow this machine is."""
+            ours = replace(config(server), worker_id=worker_id, epoch=epoch)
+            return LMCacheConnector(ours, lookup_timeout_s=PATIENCE_S)
 
         return create
 
@@ -302,12 +299,9 @@ class TestLMCache(ConnectorConformance):
         assert consumer.bytes_of(0) == producer.bytes_of(3)
 
 
-def test_a_stopped_server(
-    server: LMCacheProcess, make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_server(server: LMCacheProcess, make_worker: Callable[..., Worker]) -> None:
     """Every block fails at the deadline, and nothing waits for more; when the server goes on, so do transfers."""
-    monkeypatch.setattr(lmcache, "LOOKUP_TIMEOUT_S", 0.25)
-    worker = make_worker(server, 20, timeout_s=1.0)
+    worker = make_worker(server, 20, timeout_s=1.0, lookup_timeout_s=0.25)
     refs = worker.published({block_id: name_of(block_id) for block_id in range(20)})
     source = [worker.bytes_of(block_id) for block_id in range(20)]
     server.process.send_signal(signal.SIGSTOP)
@@ -389,12 +383,9 @@ def publish_all(worker: Worker, names: list[bytes]) -> bool:
     return all(result.error is None for result in worker.results())
 
 
-def test_lookups_of_a_server_that_hangs(
-    running_server: LMCacheProcess, monkeypatch: pytest.MonkeyPatch, make_worker: Callable[..., Worker]
-) -> None:
+def test_lookups_of_a_server_that_hangs(running_server: LMCacheProcess, make_worker: Callable[..., Worker]) -> None:
     """They don't hold up who asks, and end after the time of one, however many they are."""
-    worker = make_worker(running_server, 4)
-    monkeypatch.setattr(lmcache, "LOOKUP_TIMEOUT_S", 0.5)
+    worker = make_worker(running_server, 4, lookup_timeout_s=0.5)
     num_failed = metrics.kv_store_failed_lookups._value.get()
     with running_server.stopped():
         started = time.monotonic()
@@ -406,13 +397,12 @@ def test_lookups_of_a_server_that_hangs(
         assert time.monotonic() - started < 100 * 0.5 / 2
 
 
-def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache, "START_TIMEOUT_S", 0.2)
+def test_without_a_server() -> None:
     with pytest.raises(StartupError, match="lmcache_address: host:port"):
         LMCacheConnector(ConnectorConfig())
     address = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(StartupError, match=f"no LMCache server answers at '{address}'"):
-        LMCacheConnector(ConnectorConfig(section={"lmcache_address": address}))
+        LMCacheConnector(ConnectorConfig(section={"lmcache_address": address}), start_timeout_s=0.2)
 
 
 def test_two_writers_of_one_prefix(server: LMCacheProcess, make_worker: Callable[..., Worker]) -> None:

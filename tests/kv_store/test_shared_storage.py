@@ -19,7 +19,6 @@ from common import metrics
 from common.errors import StartupError
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, Lookup
 from kv_store.host_copy import HostCopy
-from kv_store.shared_storage import connector as shared_storage
 from kv_store.shared_storage.block_files import STALE_TEMP_S
 from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.run_file import HEADER_BYTES
@@ -80,11 +79,12 @@ def answer(lookup: Lookup) -> tuple[int | None, bool]:
 
 
 class TestSharedStorage(ConnectorConformance):
-    @pytest.fixture(autouse=True)
-    def patient_lookups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture
+    def times(self) -> dict[str, float]:
         """Lookups end when they know, however slow this machine is."""
-        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", PATIENCE_S)
+        return {"lookup_timeout_s": PATIENCE_S}
 
+    @pytest.mark.parametrize("times", [{"lookup_timeout_s": 0.5}])
     def test_lookups_in_a_file_system_that_hangs(
         self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -92,7 +92,6 @@ class TestSharedStorage(ConnectorConformance):
         worker.published({3: name_of(1)})
         names = [name_of(1), name_of(2)]
         num_failed = metrics.kv_store_failed_lookups._value.get()
-        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 0.5)
         with hanging_lookups(monkeypatch) as goes_on:
             worker.woken.clear()
             started = time.monotonic()
@@ -106,27 +105,25 @@ class TestSharedStorage(ConnectorConformance):
                 assert (late.num_blocks, late.is_certain) == (0, False), "the first one still hangs"
             assert metrics.kv_store_failed_lookups._value.get() == num_failed + 13
             assert caplog.text.count("kv_dir did not answer") == 1
-            monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", PATIENCE_S)
             goes_on.set()
             wait_until(lambda: answer(worker.connector.start_lookup(names)) == (1, True))
         assert lookups[0].num_blocks == 0, "an answer does not change"
 
+    @pytest.mark.parametrize("times", [{"lookup_timeout_s": 1.0}])
     def test_a_slow_lookup_has_found_what_it_found_in_time(
         self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = workers("w")
-        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 1.0)
         monkeypatch.setattr(ShardedFiles, "contains", lambda *_: time.sleep(0.4) is None)
         num_found, is_certain = answer(worker.connector.start_lookup([name_of(number) for number in range(10)]))
         assert num_found in (1, 2, 3)
         assert not is_certain
 
+    @pytest.mark.parametrize("times", [{"lookup_timeout_s": 0.5, "join_timeout_s": 0.2}])
     def test_close_does_not_wait_for_a_lookup_that_hangs(
         self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         worker = workers("w")
-        monkeypatch.setattr(shared_storage, "_JOIN_TIMEOUT_S", 0.2)
-        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 0.5)
         with hanging_lookups(monkeypatch):
             answer(worker.connector.start_lookup([name_of(1)]))
             worker.connector.close()
@@ -137,11 +134,10 @@ class TestSharedStorage(ConnectorConformance):
         return tmp_path / "kv"
 
     @pytest.fixture
-    def create(self, kv_dir: Path) -> Create:
+    def create(self, kv_dir: Path, times: dict[str, float]) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:
-            return SharedStorageConnector(
-                ConnectorConfig(section={"kv_dir": str(kv_dir)}, worker_id=worker_id, epoch=epoch)
-            )
+            config = ConnectorConfig(section={"kv_dir": str(kv_dir)}, worker_id=worker_id, epoch=epoch)
+            return SharedStorageConnector(config, **times)
 
         return create
 
