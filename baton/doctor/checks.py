@@ -454,9 +454,9 @@ def _lmcache(is_used: bool) -> Finding:
     return Finding("lmcache", Level.OK, str(path), facts={"executable": str(path)})
 
 
-def _cluster() -> Finding:
+def _cluster(timeout_s: float = cluster_check.TIMEOUT_S) -> Finding:
     """Nobody needs a cluster for `baton up`, so the worst is a hint."""
-    found = cluster_check.look()
+    found = cluster_check.look(timeout_s)
     facts: dict[str, object] = {
         "access": found.access,
         "namespace": found.namespace,

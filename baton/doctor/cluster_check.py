@@ -51,16 +51,16 @@ class Cluster:
     error: str = ""
 
 
-def look() -> Cluster:
-    """Never raises for what it finds. Takes `TIMEOUT_S` at most, and no time if there are no credentials."""
+def look(timeout_s: float = TIMEOUT_S) -> Cluster:
+    """Never raises for what it finds. Takes `timeout_s` at most, and no time if there are no credentials."""
     access = find_access()
     if not access:
         return Cluster("")
     try:
         with asyncio.Runner(loop_factory=_Loop) as runner:
-            return runner.run(_ask(access))
+            return runner.run(_ask(access, timeout_s))
     except TimeoutError:
-        return Cluster(access, error=f"the API server did not answer within {TIMEOUT_S:g} s")
+        return Cluster(access, error=f"the API server did not answer within {timeout_s:g} s")
     except BatonError as error:
         return Cluster(access, error=error.message)
     except Exception as error:  # a kubeconfig may hold anything, and its readers raise what they like
@@ -103,8 +103,8 @@ def find_access() -> str:
     return str(default) if default.expanduser().exists() else ""
 
 
-async def _ask(access: str) -> Cluster:
-    async with asyncio.timeout(TIMEOUT_S):
+async def _ask(access: str, timeout_s: float) -> Cluster:
+    async with asyncio.timeout(timeout_s):
         api = await ApiServer.connect()  # runs the credentials' plugin, if they name one
         try:
             version = str((await api.request("GET", "/version")).get("gitVersion", "unknown"))

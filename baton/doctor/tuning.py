@@ -32,7 +32,7 @@ TORCH_FROM = (32, 128)  # tokens of a step: a decode batch of 32 by torch too, o
 NOISE = 1.02  # times as long: not slower
 GAIN = 1.05  # times as fast in some step, to be worth a table
 _REPETITIONS = 7
-_LONG_S = 1.5  # after which a step is not repeated
+_LONG_S = 1.5
 _HOPELESS = 1.5  # times as long in its first step: a candidate is given up
 
 Seconds = Mapping[str, float]  # of each step, in its best repetition
@@ -119,9 +119,17 @@ def _score(seconds: Seconds, against: Seconds) -> float:
 class StepMeasurer:
     """A `Measure` that loads the model anew for each candidate."""
 
-    def __init__(self, model_dir: Path, settings: EngineSettings, of: TunedFor) -> None:
-        """`settings.kernels` is auto."""
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: EngineSettings,
+        of: TunedFor,
+        steps: Mapping[str, Point] = STEPS,
+        long_s: float = _LONG_S,
+    ) -> None:
+        """`settings.kernels` is auto. A step is not repeated after `long_s` seconds."""
         self._model_dir, self._settings, self._of = model_dir, settings, of
+        self._steps, self._long_s = steps, long_s
 
     def __call__(self, candidate: Candidate | None, against: Seconds | None) -> Seconds:
         with tempfile.TemporaryDirectory() as folder:
@@ -133,22 +141,24 @@ class StepMeasurer:
             device = LocalDevice(self._model_dir, self._settings.model_copy(update=changes))
         device.kv_cache.normal_(0, 0.05)  # memory that nobody wrote to is faster to read than any other
         device.warm_up()
-        return time_steps(device, against)
+        return time_steps(device, against, self._steps, self._long_s)
 
 
-def time_steps(device: LocalDevice, against: Seconds | None) -> Seconds:
-    """Those of `STEPS` that this device has room for."""
+def time_steps(
+    device: LocalDevice, against: Seconds | None, steps: Mapping[str, Point] = STEPS, long_s: float = _LONG_S
+) -> Seconds:
+    """Those of `steps` that this device has room for."""
     info = device.info
     limits = Limits(info.num_blocks, info.spec.block_size, info.max_model_len, info.vocab_size, 32, 512)
     best: dict[str, float] = {}
-    for name, point in STEPS.items():
+    for name, point in steps.items():
         longest = max([*point.decodes, *(new + past for new, past in point.chunks)])
         if longest > limits.max_context or point.num_blocks(limits.block_size) > limits.num_blocks:
             continue
         rows = rows_of(point, limits, random.Random(0))  # noqa: S311 (no secret)
         begin = time.perf_counter()
         for number in range(_REPETITIONS):
-            if number and time.perf_counter() - begin > _LONG_S:
+            if number and time.perf_counter() - begin > long_s:
                 break
             best[name] = min(best.get(name, math.inf), device.compute(rows).elapsed_s)
         if against is not None and name in against and best[name] > _HOPELESS * against[name]:

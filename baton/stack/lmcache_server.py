@@ -28,7 +28,7 @@ ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-lmcache"
 # Not INFO, which is a line for each transfer. And nobody is told that somebody uses LMCache.
 ENVIRON = {"LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 START_TIMEOUT_S = 120.0
-_SHM = Path("/dev/shm")  # noqa: S108 - names in it are random, and a lock says whose they are
+_MEMORY = Path("/dev/shm")  # noqa: S108 - names in it are random, and a lock says whose they are
 _NAME = "baton-lmcache-"
 # A writer that dies between reserving a group and filling it keeps others from writing it for this long.
 _WRITE_LOCK_S = 30
@@ -76,19 +76,19 @@ def wrapper(address: str, size_gb: float, kv_dir: Path | None) -> list[str]:
     return argv if kv_dir is None else [*argv, "--kv-dir", str(kv_dir)]
 
 
-def pool_path(shm_name: str) -> Path:
+def pool_path(shm_name: str, memory: Path = _MEMORY) -> Path:
     """The server's shared memory, seen as a file. A killed server leaves it behind."""
-    return _SHM / f"lmcache_l1_pool_{shm_name}"
+    return memory / f"lmcache_l1_pool_{shm_name}"
 
 
-def remove_abandoned() -> None:
+def remove_abandoned(memory: Path = _MEMORY) -> None:
     """Frees the shared memory of servers that were killed, even if workers have yet to unmap it."""
-    for lock_path in _SHM.glob(f"{_NAME}*.lock"):
+    for lock_path in memory.glob(f"{_NAME}*.lock"):
         with contextlib.suppress(OSError):  # another user's, in use (BlockingIOError), or removed just now
             fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _free(pool_path(lock_path.stem))
+                _free(pool_path(lock_path.stem, memory))
                 lock_path.unlink()
             finally:
                 os.close(fd)
@@ -108,11 +108,11 @@ def _free(pool: Path) -> None:
 def _claim_name() -> str:
     """A name for shared memory, locked for as long as this process, or what it becomes, lives."""
     name = f"{_NAME}{secrets.token_hex(8)}"
-    hidden = _SHM / f".{name}"
+    hidden = _MEMORY / f".{name}"
     fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
     os.set_inheritable(fd, True)
-    hidden.rename(_SHM / f"{name}.lock")  # seen by others only now that it is locked
+    hidden.rename(_MEMORY / f"{name}.lock")  # seen by others only now that it is locked
     return name
 
 

@@ -202,10 +202,10 @@ def front_cores(roles: Sequence[str], cores: Sequence[tuple[int, ...]]) -> tuple
     return tuple(sorted({core for own in cores for core in own} - decoding))
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, among: range = _WORKER_PORTS) -> list[int]:
     """Different loopback ports that nobody listens on now. Raises StartupError if there are not so many."""
     ports: list[int] = []
-    for port in random.sample(_WORKER_PORTS, len(_WORKER_PORTS)):
+    for port in random.sample(among, len(among)):
         if len(ports) == count:
             break
         with socket.socket() as probe:
@@ -217,5 +217,5 @@ def free_ports(count: int) -> list[int]:
                 continue
         ports.append(port)
     if len(ports) < count:
-        raise StartupError(f"fewer than {count} free ports from {_WORKER_PORTS.start} to {_WORKER_PORTS.stop - 1}")
+        raise StartupError(f"fewer than {count} free ports from {among.start} to {among.stop - 1}")
     return ports

@@ -437,16 +437,11 @@ def test_there_is_nothing_to_tune_without_a_model_or_without_kernels(model: Path
 
 
 @needs_kernels
-def test_steps_are_measured_on_engines_with_the_candidate(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        tuning, "STEPS", {"prefill": Point(chunks=((20, 0),)), "batch 2": Point(decodes=(9, 9)), "long": Point((9999,))}
-    )
-    monkeypatch.setattr(tuning, "_LONG_S", 0.0)
+def test_steps_are_measured_on_engines_with_the_candidate(model: Path) -> None:
+    steps = {"prefill": Point(chunks=((20, 0),)), "batch 2": Point(decodes=(9, 9)), "long": Point((9999,))}
     settings = EngineSettings(device="cpu", dtype="float32", num_blocks=8, num_threads=1)
     of = TunedFor(read_cpu().kind or read_cpu().name, model_identity(model), "float32", "none")
-    measure = StepMeasurer(model, settings, of)
+    measure = StepMeasurer(model, settings, of, steps, long_s=0.0)
     for candidate in (None, Candidate(choose().instruction_set, 8)):
         seconds = measure(candidate, None)
         assert list(seconds) == ["prefill", "batch 2"], "there is no room for the third"

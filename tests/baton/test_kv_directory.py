@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,14 @@ def test_kv_directory_that_cannot_be_made(tmp_path: Path) -> None:
         pass
 
 
-def test_private_kv_directory_goes_away_and_so_does_an_abandoned_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_directory, "_SHM", tmp_path)
-    monkeypatch.setattr(kv_directory, "_SHM_MIN_FREE", 0)
-    monkeypatch.setattr(kv_directory, "_ABANDONED_AFTER_S", 0)
+def test_private_kv_directory_goes_away_and_so_does_an_abandoned_one(tmp_path: Path) -> None:
+    private = functools.partial(kv_directory.kv_directory, None, memory=tmp_path, min_free=0, abandoned_after_s=0.0)
     abandoned = tmp_path / "baton-kv-of-a-killed-stack"
     abandoned.mkdir()
-    with kv_directory.kv_directory(None) as mine:
+    with private() as mine:
         assert mine.parent == tmp_path
         assert not abandoned.exists()
-        with kv_directory.kv_directory(None) as other:
+        with private() as other:
             assert mine.is_dir()  # in use: it is not taken for abandoned
             assert other != mine
     assert list(tmp_path.iterdir()) == []

@@ -15,12 +15,6 @@ from common.config import UpSettings
 from common.errors import StartupError
 
 
-@pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(lmcache_server, "_SHM", tmp_path)
-    return tmp_path
-
-
 def address_of(argv: Sequence[str]) -> str:
     return next(flag for flag in argv if flag.startswith("--lmcache-address=")).partition("=")[2]
 
@@ -63,31 +57,30 @@ def test_without_lmcache_a_stack_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     stack_plan.check(UpSettings(connector="lmcache", lmcache_address="127.0.0.1:5555"))
 
 
-def test_memory_of_killed_servers_is_freed(shm: Path) -> None:
+def test_memory_of_killed_servers_is_freed(tmp_path: Path) -> None:
     """A lock says which servers live; what has no lock file is somebody else's."""
     names = {"dead": "baton-lmcache-1", "alive": "baton-lmcache-2", "other": "vllm"}
-    pools = {state: lmcache_server.pool_path(name) for state, name in names.items()}
+    pools = {state: lmcache_server.pool_path(name, tmp_path) for state, name in names.items()}
     for state, pool in pools.items():
         pool.touch()
         if state != "other":
-            (shm / f"{names[state]}.lock").touch()
-    lock = os.open(shm / "baton-lmcache-2.lock", os.O_RDWR)
+            (tmp_path / f"{names[state]}.lock").touch()
+    lock = os.open(tmp_path / "baton-lmcache-2.lock", os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    lmcache_server.remove_abandoned()
+    lmcache_server.remove_abandoned(tmp_path)
     os.close(lock)
     assert {state for state, pool in pools.items() if pool.exists()} == {"alive", "other"}
-    assert sorted(path.name for path in shm.glob("*.lock")) == ["baton-lmcache-2.lock"]
+    assert sorted(path.name for path in tmp_path.glob("*.lock")) == ["baton-lmcache-2.lock"]
 
 
-def test_memory_of_a_killed_server_is_freed_while_workers_map_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_killed_server_is_freed_while_workers_map_it() -> None:
     """Or the next server might find no room for its own. Needs a real tmpfs."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setattr(lmcache_server, "_SHM", Path(folder))
-        pool, num_bytes = lmcache_server.pool_path("baton-lmcache-1"), 1 << 20
+        pool, num_bytes = lmcache_server.pool_path("baton-lmcache-1", Path(folder)), 1 << 20
         pool.write_bytes(b"x" * num_bytes)
         (Path(folder) / "baton-lmcache-1.lock").touch()
         with pool.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            lmcache_server.remove_abandoned()
+            lmcache_server.remove_abandoned(Path(folder))
             assert not pool.exists()
             assert os.fstat(file.fileno()).st_blocks == 0
             assert memory[:] == bytes(num_bytes)

@@ -114,19 +114,17 @@ def test_fronts_leave_the_cores_of_decode_engines_alone(
     assert stack_plan.front_cores(roles, cores) == expected
 
 
-def test_ports_that_are_taken_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_that_are_taken_are_not_chosen() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(stack_plan, "_WORKER_PORTS", range(port, port + 1))
         with pytest.raises(StartupError, match="fewer than 1 free ports"):
-            stack_plan.free_ports(1)
+            stack_plan.free_ports(1, range(port, port + 1))
 
 
-def test_as_many_ports_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_plan, "_WORKER_PORTS", range(21000, 21200))
-    ports = stack_plan.free_ports(3)
+def test_as_many_ports_as_there_are() -> None:
+    ports = stack_plan.free_ports(3, range(21000, 21200))
     assert len(set(ports)) == 3
     assert set(ports) <= set(range(21000, 21200))
 
