@@ -43,6 +43,7 @@ class TorchBackend(AttentionBackend):
         # and no sinks, and takes no V that is narrower than K.
         is_fast = self.device.type == "cpu" and cache.dtype == torch.bfloat16 and read_cpu().has_bf16
         self._sinks = None if shape.sinks is None else shape.sinks.to(self.device, cache.dtype)
+        self.tile, self.group_bytes = _TILE, _GROUP_BYTES
         self.tiles_chunks = is_fast or shape.soft_cap > 0 or shape.value_dim > 0 or self._sinks is not None
         self._plane_offsets = torch.arange(self.planes_per_layer).view(spec.num_planes, 1, spec.num_kv_heads, 1)
         self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
@@ -106,7 +107,7 @@ class TorchBackend(AttentionBackend):
         stop = start + 1
         while stop < len(num_new) and num_new[stop] == 1:
             fewest, most = min(fewest, num_seen[stop]), max(most, num_seen[stop])
-            if most > 2 * fewest + 1 or (stop + 1 - start) * most * self.spec.layer_bytes > _GROUP_BYTES:
+            if most > 2 * fewest + 1 or (stop + 1 - start) * most * self.spec.layer_bytes > self.group_bytes:
                 break
             stop += 1
         return stop
@@ -242,7 +243,7 @@ class _TiledChunk(_Chunk):
 
     def __init__(self, backend: TorchBackend, num_before: int, num_new: int, window: int) -> None:
         super().__init__(backend, num_before, num_new, window)
-        self._diagonal = self._mask(_TILE, _TILE, 0)
+        self._diagonal = self._mask(backend.tile, backend.tile, 0)
         self._nothing = torch.zeros(1, 1, 1, dtype=self._dtype, device=self._device)
 
     def attend(self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -250,8 +251,9 @@ class _TiledChunk(_Chunk):
         num_kv_heads, _, _, head_dim = queries.shape
         out_shape = (self._num_new, num_kv_heads, self._group, values.shape[-1])
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
-        for start in range(0, self._num_new, _TILE):
-            size = min(_TILE, self._num_new - start)
+        tile = self._backend.tile
+        for start in range(0, self._num_new, tile):
+            size = min(tile, self._num_new - start)
             own = self._num_before + start
             first, stop = first_seen(own, self._window), own + size
             rows = queries[:, :, start : start + size].reshape(num_kv_heads, -1, head_dim)

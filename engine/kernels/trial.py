@@ -66,13 +66,13 @@ def tried(choice: Choice, cpu: Cpu, weights: str, cache_dir: str) -> Choice:
     return Choice(trial.instruction_set, f"{', '.join(choice.rivals)} were measured on this kind of CPU ({file})")
 
 
-def measure(names: Sequence[str], weights: str) -> dict[str, Seconds]:
-    """Variants take turns. `weights` as `tried` has it."""
+def measure(names: Sequence[str], weights: str, shape: tuple[int, int] = _SHAPE) -> dict[str, Seconds]:
+    """Variants take turns. `weights` as `tried` has it; `shape` is the weight's."""
     works: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
     kind = WeightKind[weights.upper()]
     dtype = torch.bfloat16 if kind is WeightKind.BFLOAT16 else torch.float32
-    weight = torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1]).reshape(_SHAPE).to(dtype)
-    few, many = (torch.ones(rows, _SHAPE[1]) for rows in (_FEW, _MANY))
+    weight = torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape).to(dtype)
+    few, many = (torch.ones(rows, shape[1]) for rows in (_FEW, _MANY))
     for name in names:
         packed = Kernels(Choice(name, "a trial"), 1).pack(weight, None, kind)
         works[name] = (lambda packed=packed: packed(few), lambda packed=packed: packed(many))  # type: ignore[misc]

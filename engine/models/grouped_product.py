@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 
 _TILE = 64  # rows of one group that are multiplied together, at most
-_GATHERED_BYTES = 256 << 20  # of matrices that are copied for tiles at a time
+_GATHERED_BYTES = 256 << 20
 
 
 class Groups:
     """Which rows belong to which group. All of it stays on the device."""
 
-    def __init__(self, group_of_row: torch.Tensor, num_groups: int) -> None:
-        """`group_of_row` `[num_rows]` int64, sorted."""
+    def __init__(self, group_of_row: torch.Tensor, num_groups: int, gathered_bytes: int = _GATHERED_BYTES) -> None:
+        """`group_of_row` `[num_rows]` int64, sorted. `gathered_bytes`: of matrices that are copied at a time."""
         self.of_row = group_of_row
+        self._gathered_bytes = gathered_bytes
         self._numbers = torch.arange(num_groups, device=group_of_row.device)
         self.ends = torch.searchsorted(group_of_row, self._numbers, right=True)
         self.starts = torch.searchsorted(group_of_row, self._numbers)
@@ -39,7 +40,7 @@ class Groups:
         rows[place] = x
         group = torch.searchsorted(tile_ends, torch.arange(num_tiles, device=x.device), right=True)
         group.clamp_(max=num_groups - 1)
-        at_once = max(1, _GATHERED_BYTES // (weights[0].numel() * weights.element_size()))
+        at_once = max(1, self._gathered_bytes // (weights[0].numel() * weights.element_size()))
         tiled = rows.view(num_tiles, size, -1)
         products = []
         for start in range(0, num_tiles, at_once):

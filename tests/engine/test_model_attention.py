@@ -128,9 +128,11 @@ def test_torch_backend(seed: int, shape: AttentionShape) -> None:
 
 
 @every_shape
-def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch, shape: AttentionShape) -> None:
-    monkeypatch.setattr(cpu, "_GROUP_BYTES", 20_000)
-    compare(make_backend("torch", shape), 9)
+def test_torch_backend_in_small_groups(shape: AttentionShape) -> None:
+    backend = make_backend("torch", shape)
+    assert isinstance(backend, cpu.TorchBackend)
+    backend.group_bytes = 20_000
+    compare(backend, 9)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -169,12 +171,11 @@ def test_latents_give_what_k_and_v_give(name: str) -> None:
 
 @every_shape
 @pytest.mark.parametrize("seed", [0, *slow(1, 2)])
-def test_torch_backend_in_tiles(monkeypatch: pytest.MonkeyPatch, seed: int, shape: AttentionShape) -> None:
+def test_torch_backend_in_tiles(seed: int, shape: AttentionShape) -> None:
     """The path that bfloat16 takes, here in float32, which shows a small mistake."""
-    monkeypatch.setattr(cpu, "_TILE", 4)
     backend = make_backend("torch", shape)
     assert isinstance(backend, cpu.TorchBackend)
-    backend.tiles_chunks = True
+    backend.tiles_chunks, backend.tile = True, 4
     compare(backend, seed)
 
 

@@ -250,7 +250,6 @@ def test_products_by_groups(
         for is_there in (True, False):
             monkeypatch.setattr(grouped_product, "has_grouped_mm", lambda _, is_there=is_there: is_there)
             for at_once in (1, 1 << 30):
-                monkeypatch.setattr(grouped_product, "_GATHERED_BYTES", at_once)
-                result = Groups(group, num_groups).multiply(x, weights)
+                result = Groups(group, num_groups, at_once).multiply(x, weights)
                 assert result.dtype == dtype
                 torch.testing.assert_close(result, expected, atol=0.05 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
