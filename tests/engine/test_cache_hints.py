@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -11,17 +10,15 @@ from pathlib import Path
 import pytest
 
 from common.block_hash import block_hashes, extra_keys, root_hash
-from engine import cache_hints
 from engine import messages as m
 from engine.cache_hints import STORE_TIMEOUT_S
 from engine.core import EngineCore
-from engine.remote_kv import prefetches
 from kv_store.base import ConnectorConfig, Eviction
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage.connector import SharedStorageConnector
 from tests.engine import test_store
 from tests.engine.test_block_manager import make_request
-from tests.support.fake_device import PATIENCE_S, SPEC, add, assert_idle, make_core, reference, run, tokens_of
+from tests.support.fake_device import PATIENCE_S, SPEC, add, assert_idle, make_core, reference, run, still, tokens_of
 
 PROMPT = list(range(22))  # five full blocks
 
@@ -92,10 +89,8 @@ def test_retaining_says_what_is_here() -> None:
     assert len(core.blocks.retention) == 0
 
 
-def test_the_store_forgets_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The core's clock goes on by a second at each step, whatever the store's thread has done by then.
-    monkeypatch.setattr(cache_hints, "STORE_TIMEOUT_S", math.inf)
-    with test_store.engine(tmp_path) as (core, _):
+def test_the_store_forgets_it_too(tmp_path: Path) -> None:
+    with test_store.engine(tmp_path, clock=still) as (core, _):  # whatever the store's thread has done by then
         add(core, "a", PROMPT, max_tokens=2)
         test_store.run(core)
         assert list(tmp_path.glob("*/runs/*.run"))
@@ -155,17 +150,10 @@ def prefetch(core: EngineCore, hashes: list[bytes]) -> m.CacheHinted:
     return hint(core, m.CacheAction.PREFETCH, hashes)
 
 
-@pytest.fixture
-def long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefetches have long: the clock goes on by a second each time that it is read."""
-    monkeypatch.setattr(prefetches, "TIMEOUT_S", 10.0**6)
-
-
-@pytest.mark.usefixtures("long")
 def test_what_the_store_has_is_brought_before_anybody_asks(tmp_path: Path) -> None:
     prompt = list(range(82))  # twenty full blocks, more than are fetched at a time
     test_store.fill(tmp_path, prompt)
-    with test_store.engine(tmp_path) as (core, runner):
+    with test_store.engine(tmp_path, clock=still) as (core, runner):
         found = prefetch(core, [*names(prompt), b"x" * 16])
         assert found == m.CacheHinted(
             call_id=7, num_device_blocks=20, num_stored_blocks=20, failure="the rest is not stored"
@@ -177,9 +165,8 @@ def test_what_the_store_has_is_brought_before_anybody_asks(tmp_path: Path) -> No
         assert_idle(core)
 
 
-@pytest.mark.usefixtures("long")
 def test_what_host_memory_has_is_brought_up() -> None:
-    core, runner = make_core(num_blocks=9, host_cache_gb=0.001)
+    core, runner = make_core(clock=still, num_blocks=9, host_cache_gb=0.001)
     for name, start in (("a", 0), ("b", 40)):
         add(core, name, list(range(start, start + 22)), max_tokens=2)
         run(core)
@@ -193,10 +180,9 @@ def test_what_host_memory_has_is_brought_up() -> None:
     assert_idle(core)
 
 
-@pytest.mark.usefixtures("long")
 def test_it_takes_no_retained_block_and_leaves_some(tmp_path: Path) -> None:
     test_store.fill(tmp_path, PROMPT)
-    with test_store.engine(tmp_path, num_blocks=8, retain_share=1.0, retain_tenant_share=1.0) as (core, _):
+    with test_store.engine(tmp_path, clock=still, num_blocks=8, retain_share=1.0, retain_tenant_share=1.0) as (core, _):
         add(core, "a", list(range(40, 62)), max_tokens=1)
         test_store.run(core)
         assert hint(core, m.CacheAction.RETAIN, names(list(range(40, 62))), 100_000.0).num_device_blocks == 5
@@ -218,7 +204,6 @@ def test_it_waits_for_who_waits_and_gives_up() -> None:
     assert refused == m.CacheHinted(call_id=16, failure="too many prefetches wait")
 
 
-@pytest.mark.usefixtures("long")
 def test_a_block_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
     test_store.fill(tmp_path, PROMPT)
     (stored,) = tmp_path.glob("*/runs/*.run")
@@ -226,7 +211,7 @@ def test_a_block_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
     data[-1] ^= 1  # of the last block: the prompt's tail, or its last full one
     data[4096] ^= 1  # of the first
     stored.write_bytes(data)
-    with test_store.engine(tmp_path) as (core, _):
+    with test_store.engine(tmp_path, clock=still) as (core, _):
         found = prefetch(core, names())
         assert found.num_device_blocks == 0
         assert "checksum" in found.failure

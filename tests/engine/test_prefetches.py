@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from engine import messages as m
 from engine.core import EngineCore
-from engine.remote_kv import prefetches
 from engine.remote_kv.prefetches import GROUP_BLOCKS, MAX_WAITING, TIMEOUT_S, TOO_MANY
 from kv_store.base import ConnectorConfig, FetchBlock, Lookup, TransferKind, TransferResult
 from kv_store.memory import MemoryConnector
 from tests.engine.test_cache_hints import names
-from tests.support.fake_device import make_core
+from tests.support.fake_device import make_core, still
 
 LONG = [token % 90 for token in range(64 * 4 + 1)]
 OTHER = [(7 * token + 5) % 90 for token in range(78 * 4)]
@@ -47,9 +46,9 @@ class Store(MemoryConnector):
         self.jobs.clear()
 
 
-def in_host_memory() -> EngineCore:
+def in_host_memory(clock: Callable[[], float] | None = None) -> EngineCore:
     """All 64 blocks of LONG are there, and the device has others in their place."""
-    core, _ = make_core(num_blocks=80, host_cache_gb=0.001)
+    core, _ = make_core(num_blocks=80, host_cache_gb=0.001, clock=clock)
     for prompt in (LONG, OTHER):
         held = core.blocks.pool.take_held(80)
         for block_id, name in zip(held, names(prompt), strict=False):
@@ -94,9 +93,8 @@ def test_one_group_comes_at_a_time_and_a_request_goes_first() -> None:
     ]
 
 
-def test_the_engine_goes_on_without_its_idle_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetches, "TIMEOUT_S", 10.0**6)  # the clock goes on by a second each time that it is read
-    core = in_host_memory()
+def test_the_engine_goes_on_without_its_idle_poll() -> None:
+    core = in_host_memory(still)
     woken: list[int] = []
     core._housekeeping._wake = lambda: woken.append(core.blocks.named.count_on_device(names(LONG)))
     prefetch(core, names(LONG))

@@ -27,10 +27,9 @@ from common.sampling import SamplingParams, TokenSequence, TypeForm, parameters
 from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
-from router.limits import admission
 from tests.each_case import each_case
 from tests.router import nested_parameters
-from tests.router.conftest import RunningRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.tiny_tokenizer import ids_of, vocab_size
 from tests.support.fake_worker import MAX_MODEL_LEN, FakeWorker
 from text.tokenizer import Tokenizer
@@ -246,13 +245,9 @@ async def test_bad_words_become_tokens(router: RunningRouter, worker: FakeWorker
     ],
 )
 async def test_what_no_worker_takes_is_refused_by_name(
-    router: RunningRouter,
-    worker: FakeWorker,
-    given: dict[str, Any],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    worker: FakeWorker, start_router: StartRouter, given: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(admission, "BODY_OVERHEAD_BYTES", 2**20)  # as for a model of a longer context
+    router = await start_router(worker, max_request_mb=1.0)  # as for a model of a longer context
     params = types_pb2.SamplingParams(**given)
     with pytest.raises(grpc.aio.AioRpcError, match=reason) as failed:
         async for _ in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hi", sampling_params=params)):

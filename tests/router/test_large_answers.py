@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.baton.v1 import inference_pb2, types_pb2
-from router.api.rest.openai import embeddings, large_json
+from router.api.rest.openai import large_json
 from router.api.rest.openai.embeddings import EmbeddingsBody, embeddings_parts
 from router.api.rest.openai.large_json import PART_BYTES, JsonList, json_parts
 from router.running import embedding
@@ -173,7 +173,7 @@ async def test_vectors_are_held_in_the_gate(worker: FakeWorker, start_router: St
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
-async def test_vectors_are_written_one_by_one(encoding_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vectors_are_written_one_by_one(encoding_format: str) -> None:
     """Others have their turn after each, and no part holds many of them."""
     num_turns = 0
 
@@ -183,13 +183,12 @@ async def test_vectors_are_written_one_by_one(encoding_format: str, monkeypatch:
             num_turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(embeddings, "PART_BYTES", 500)
     (request,) = requests(1)
     wanted = EmbedRequest(request_id="r", model=request.model, prompts=[Prompt([5], "input")] * 50, deadline=1e9)
     embedded = [Embedded([float(number)] * 30, 0) for number in range(50)]
     running = asyncio.create_task(others())
     body = EmbeddingsBody(input="x", encoding_format=encoding_format)
-    parts = [part async for part in embeddings_parts(body, wanted, embedded)]
+    parts = [part async for part in embeddings_parts(body, wanted, embedded, part_bytes=500)]
     running.cancel()
     assert num_turns >= 49
     assert len(parts) > 5

@@ -7,6 +7,7 @@ the answer. `reference` says what the answer has to be.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -152,6 +153,11 @@ class TimedDevice(FakeDevice):
         """Nothing."""
 
 
+def still() -> float:
+    """A clock for `make_core` that stands still, for what must not end by time."""
+    return 0.0
+
+
 def make_core(
     *,
     num_blocks: int = 64,
@@ -159,18 +165,19 @@ def make_core(
     store: KVConnector | None = None,
     epoch: str = "e1",
     drafter: Drafter | None = None,
+    clock: Callable[[], float] | None = None,
     **settings: object,
 ) -> tuple[EngineCore, FakeDevice]:
-    """An engine on the fake model; `settings` as in `EngineSettings`."""
+    """An engine on the fake model; `settings` as in `EngineSettings`. Its clock goes on by a second each time it is
+    read, unless it has another one."""
     checked = EngineSettings(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type] # keyword by keyword
     device = FakeDevice(num_blocks, num_host_blocks=num_host_blocks(checked, SPEC))
     connector = connector or MemoryConnector(ConnectorConfig(epoch=epoch, worker_id=f"test-{epoch}"))
-    clock = iter(range(10**9))
     core = EngineCore(
         checked,
         device,
         connector,
-        clock=lambda: float(next(clock)),
+        clock=clock or map(float, itertools.count()).__next__,
         wake=lambda: None,
         store=store,
         drafter=drafter,

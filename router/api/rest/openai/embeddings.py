@@ -78,16 +78,16 @@ class EmbeddingsBody(ChatInPlace, kw_only=True):
 
 
 async def embeddings_parts(
-    body: EmbeddingsBody, request: EmbedRequest, embedded: Sequence[Embedded]
+    body: EmbeddingsBody, request: EmbedRequest, embedded: Sequence[Embedded], part_bytes: int = PART_BYTES
 ) -> AsyncGenerator[bytes, None]:
-    """The answer's JSON in parts of `PART_BYTES`, of which only the last has less. Vectors are written one by one, and
+    """The answer's JSON in parts of `part_bytes`, of which only the last has less. Vectors are written one by one, and
     others have their turn after each."""
     is_base64 = body.encoding_format == "base64"
     part = bytearray(b'{"object":"list","data":[')
     for index, one in enumerate(embedded):
         entry = {"object": "embedding", "index": index, "embedding": _base64(one) if is_base64 else list(one.values)}
         part += (b"," if index else b"") + msgspec.json.encode(entry)
-        if len(part) >= PART_BYTES:
+        if len(part) >= part_bytes:
             yield bytes(part)
             part.clear()
         await asyncio.sleep(0)
