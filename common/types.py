@@ -147,6 +147,9 @@ class KVCacheSpec:
         return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 
+LOAD_INTERVAL_S = 0.05  # a worker tells of its load when it changes, at most this often
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WorkerLoad:
     """What a worker tells routers, autoscalers and people about itself. All counts are current.

@@ -28,10 +28,9 @@ from common.grpc.options import LOSS_NOTICED_S
 from common.logs import flip_debug, setup_logging
 from common.metric_relay import MetricRelay
 from common.process.tasks import end_with_threads
-from common.types import WorkerLoad
+from common.types import LOAD_INTERVAL_S, WorkerLoad
 from engine import messages as m
 
-LOAD_INTERVAL_S = 0.05  # load is reported on change, at most this often
 IDLE_POLL_S = 1.0
 ALIVE_INTERVAL_S = 1.0  # the front hears something at least this often, in mid-step too, else the engine hangs
 METRICS_INTERVAL_S = 1.0

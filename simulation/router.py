@@ -13,7 +13,6 @@ from protos.baton.v1 import worker_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.worker import Sent, WorkerRecord
-from router.fleet.worker_watch import REPORT_LAG_S
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.running.routes import load_of
 
@@ -59,11 +58,8 @@ class SimulatedRouter:
         self._fleet = None
 
     def report_load(self, address: str, load: WorkerLoad, now: float) -> None:
-        record = self._records[address]
-        record.load = load
+        self._records[address].take_load(load, now)
         self._changed.add(address)
-        for key in [key for key, sent in record.sent.items() if sent.at < now - REPORT_LAG_S]:
-            record.reported(key)
 
     def report_blocks(self, address: str, stored: bytes, removed: bytes) -> None:
         self._index.remove(address, removed)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
-from common.types import WorkerLoad, WorkerRole
+from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole
 from engine import messages as m
 from engine.core import BegunStep, EngineCore
 from engine.scheduling.schedule import SchedulerOutput
@@ -23,7 +23,6 @@ from simulation.clock import VirtualClock
 from simulation.device import VirtualDevice
 from simulation.link import Link
 
-LOAD_INTERVAL_S = 0.05  # as a real engine reports, on change
 BLOCKS_INTERVAL_S = 0.02
 LONGEST_LEAP = 256  # steps, whose times grow evenly enough
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import ssl
 from collections.abc import Iterator
 
@@ -12,7 +11,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
-from common.errors import StartupError, UnavailableError
+from common.errors import UnavailableError
+from router.api.rest.http.listener import listen
 from router.api.rest.http.protocol import Connections, LimitedProtocol
 from router.api.rest.http.web_server import WebServer
 from router.autoscaler.board import METRIC_NAMES, Board
@@ -20,24 +20,6 @@ from router.autoscaler.external_metrics import Receive, Scope, Send
 
 MAX_CONNECTIONS = 256  # of one port: some scrapers, probes and API servers
 HEAD_TIMEOUT_S = 10.0  # for a TLS handshake, and for a request's head
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Raises `StartupError` for what is not host:port."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        raise StartupError(f"cannot listen on {address!r}: not host:port")
-    return host.strip("[]"), int(port)
-
-
-def listen(address: str) -> socket.socket:
-    """A listening socket on `host:port`; port 0 takes a free one. Raises `StartupError`."""
-    host, port = split_address(address)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {address}: {error}") from error
 
 
 class Server(WebServer):
@@ -53,10 +35,9 @@ class Server(WebServer):
         max_connections: int = MAX_CONNECTIONS,
         head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
-        self._socket = listen(address)
-        self._socket.setblocking(False)
-        host, _ = split_address(address)
-        self.address = f"{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{self._socket.getsockname()[1]}"
+        self._socket = listen(address, "HTTP")
+        at = self._socket.getsockname()  # a path, of a unix socket
+        self.address = address if isinstance(at, str) else f"{address.rpartition(':')[0] or '127.0.0.1'}:{at[1]}"
         connections = Connections(max_connections, head_timeout_s)
         super().__init__(self._socket, app, connections, context, protocol=protocol, shutdown_s=1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from common.batch_time import BatchTime
-from common.types import WorkerLoad, WorkerRole, WorkerState
+from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
 from router.fleet.served_model import ServedModel, why_excluded
@@ -47,6 +47,13 @@ class WorkerRecord:
         self.num_sent_tokens += sent.num_tokens
         self.running.add(key)
         self.changed()
+
+    def take_load(self, load: WorkerLoad, now: float) -> None:
+        """The worker reports `load`. It counts the requests that were sent to it, but perhaps not the last ones."""
+        self.load = load
+        self.changed()
+        for key in [key for key, sent in self.sent.items() if sent.at < now - LOAD_INTERVAL_S]:
+            self.reported(key)
 
     def reported(self, key: object) -> None:
         """The worker counts the request itself by now, or it has ended."""

@@ -31,7 +31,6 @@ from router.fleet.worker_info import batch_time_of, false_info
 log = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 5.0
-REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report
 RETRY_S = 0.2
 
 
@@ -109,10 +108,7 @@ class WorkerWatch:
                         await self._ask(worker, stub)
                         if worker.info.epoch != epoch:
                             return
-                    worker.load = value_of(load, WorkerLoad)
-                    worker.changed()
-                    for key in [key for key, sent in worker.sent.items() if sent.at < now - REPORT_LAG_S]:
-                        worker.reported(key)
+                    worker.take_load(value_of(load, WorkerLoad), now)
                     self._set_state(worker, state_of(load.state), "")
         finally:
             call.cancel()

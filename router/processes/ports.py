@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator
 
 from common.errors import StartupError
+from router.api.rest.http.listener import port_number
 
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # `localhost` may name ::1 although the machine has no IPv6
 
@@ -24,7 +25,7 @@ def held(address: str, field: str) -> Iterator[str]:
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
         try:
-            taken = int(port)
+            taken = port_number(port)
             infos = socket.getaddrinfo(
                 host.strip("[]") or None, taken, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )

@@ -15,9 +15,8 @@ from common.batch_time import StepShape
 from common.batch_time_file import encode
 from common.errors import ModelNotFoundError
 from common.grpc.transport import Channels
-from common.types import WorkerRole, WorkerState
+from common.types import LOAD_INTERVAL_S, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
-from router.fleet import worker_watch
 from router.fleet.endpoint import Endpoint
 from router.fleet.patience import PATIENCE, Patience
 from router.fleet.registry import Registry
@@ -150,7 +149,7 @@ async def test_sent_requests_count_until_they_are_reported(registry: Registry, w
     await until(registry, lambda: not registry.not_ready())
     with registry.sending({worker.address: 7}):
         assert endpoint(registry, worker.address).num_unreported == 1
-        await asyncio.sleep(2 * worker_watch.REPORT_LAG_S)
+        await asyncio.sleep(2 * LOAD_INTERVAL_S)
         worker.change(num_requests_waiting=1)
         await until(registry, lambda: endpoint(registry, worker.address).num_unreported == 0)
     assert endpoint(registry, worker.address).num_unreported == 0

@@ -56,7 +56,13 @@ def test_a_port_that_another_program_has_is_an_error(shares: bool) -> None:
             pass
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", "unix:/tmp/x"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", "unix:/tmp/x"])
 def test_what_is_no_port(address: str) -> None:
     with pytest.raises(StartupError, match="http_listen: cannot listen on"), held(address, "http_listen"):
         pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", "127.0.0.1:-1", "127.0.0.1:65536"])
+def test_what_is_no_port_for_one_process(address: str) -> None:
+    with pytest.raises(StartupError, match=f"cannot listen on {address} for REST"):
+        listen(address)

@@ -1,4 +1,4 @@
-"""The socket that REST clients connect to.
+"""The sockets that HTTP clients connect to.
 
 A client whose host or network vanishes closes nothing. HTTP/1.1 has no pings, so the kernel has to notice. By
 default that takes it a quarter of an hour, in which the request would be computed for nobody. Connections inherit
@@ -23,15 +23,16 @@ INTERVAL_S = 5
 GIVE_UP_S = 30  # since the client's host was last heard of
 
 
-def listen(address: str, *, shared: bool = False) -> socket.socket:
+def listen(address: str, what: str = "REST", *, shared: bool = False) -> socket.socket:
     """A listening socket on `host:port`, or `unix:PATH`; port 0 takes a free one. A `shared` one gets its part of the
-    connections, the others go to other processes of this user. Raises `StartupError`."""
+    connections, the others go to other processes of this user. Raises `StartupError`, which says `what` is listened
+    for."""
     if (path := socket_path(address)) is not None:
-        return _listen_unix(address, path)
+        return _listen_unix(address, path, what)
     host, _, port = address.rpartition(":")
     try:
         infos = socket.getaddrinfo(
-            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host.strip("[]") or None, port_number(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, kind, protocol, _, target = infos[0]
         listener = socket.socket(family, kind, protocol)
@@ -46,12 +47,20 @@ def listen(address: str, *, shared: bool = False) -> socket.socket:
             listener.close()
             raise
     except (OSError, ValueError) as error:
-        raise StartupError(f"cannot listen on {address} for REST: {error}") from error
+        raise StartupError(f"cannot listen on {address} for {what}: {error}") from error
     listener.setblocking(False)
     return listener
 
 
-def _listen_unix(address: str, path: str) -> socket.socket:
+def port_number(port: str) -> int:
+    """Raises `ValueError` for what is none: `getaddrinfo` would take a larger number modulo 65,536."""
+    number = int(port)
+    if not 0 <= number < 2**16:
+        raise ValueError(f"there is no port {number}")
+    return number
+
+
+def _listen_unix(address: str, path: str, what: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         make_way(path)
@@ -60,7 +69,7 @@ def _listen_unix(address: str, path: str) -> socket.socket:
         listener.listen(1024)
     except (OSError, ValueError) as error:
         listener.close()
-        raise StartupError(f"cannot listen on {address} for REST: {error}") from error
+        raise StartupError(f"cannot listen on {address} for {what}: {error}") from error
     listener.setblocking(False)
     return listener
 
