@@ -1,4 +1,4 @@
-"""One request's way to a prefill worker and back: asks a worker, passes on what the worker announces, and releases it.
+"""One request's way to a prefill worker and back: asks a worker, passes on what the worker publishes, and releases it.
 
 A worker that fails before the first token is followed by the next in the list; when none is left, or the first token is
 known already, the engine computes the rest itself. However the request ends, the stream is released
@@ -77,7 +77,7 @@ class PrefillLeg:
         spans: RequestSpans | None = None,
     ) -> None:
         self.queue_ms = 0.0  # in the prefill worker that gave the first token
-        self.publish_ms = 0.0  # of the last announcement
+        self.publish_ms = 0.0  # of the last publication
         self.blamed: list[str] = []  # addresses of workers that failed, or lost to one that was asked beside them
         self._report = report
         self._usage = usage

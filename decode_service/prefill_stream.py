@@ -1,4 +1,4 @@
-"""One stream to one prefill worker, from its start to its end. The stream is the lease on what the worker announces.
+"""One stream to one prefill worker, from its start to its end. The stream is the lease on what the worker publishes.
 
 However the request ends, this end sends `release` and half-closes. If the stream just broke off, the prefill worker
 could not know what is still being read, and would keep the blocks for a while.

@@ -173,5 +173,5 @@ class ForwardPass:
         self._fail(request, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", field)
 
     def _fail(self, request: Request, grpc_code: str, reason: str, field: str = "") -> None:
-        self._stop(request.request_id)  # and not released: blocks of a prefill that were announced may be being read
+        self._stop(request.request_id)  # and not released: blocks of a prefill that were published may be being read
         self._emit(m.RequestFailed(request.request_id, grpc_code, reason, field))

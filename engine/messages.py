@@ -81,14 +81,14 @@ class RemoteFirstToken(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefillLeaseEnded(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: the prefill worker ended its stream, and may overwrite what it announced. Another one may be asked."""
+    """REMOTE: the prefill worker ended its stream, and may overwrite what it published. Another one may be asked."""
 
     request_id: str
     reason: str
 
 
 class RemotePrefillFailed(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: what has not arrived by now is computed here. Nothing more will be announced."""
+    """REMOTE: what has not arrived by now is computed here. Nothing more will be published."""
 
     request_id: str
     reason: str
@@ -102,7 +102,7 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopPrefill(msgspec.Struct, tag=True, frozen=True):
-    """Nobody waits for this prefill any more: the engine computes no more of it. Announced blocks may still be read, so
+    """Nobody waits for this prefill any more: the engine computes no more of it. Published blocks may still be read, so
     they stay unchanged until `Release`."""
 
     request_id: str
@@ -177,7 +177,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """First event of an engine that started."""
 
     spec: KVCacheSpec
-    is_read_from_memory: bool  # other workers read what it announces from its memory, and not from a store
+    is_read_from_memory: bool  # other workers read what it publishes from its memory, and not from a store
     num_blocks: int
     max_model_len: int
     vocab_size: int
@@ -213,7 +213,7 @@ class LoanNeeded(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlocksPublished(msgspec.Struct, tag=True, frozen=True):
-    """PREFILL, and REMOTE for what it lends: announce these; `failed_indexes` will never come."""
+    """PREFILL, and REMOTE for what it lends: publish these; `failed_indexes` will never come."""
 
     request_id: str
     blocks: list[BlockRef]

@@ -222,7 +222,7 @@ class _Commands:
 
 class _Loop:
     """Commands in, one step, events out. Messages also pass in mid-step, so that a chunk of a long prompt delays
-    neither the announcement of the chunk before it, nor other requests' fetches, nor a prefill worker's start."""
+    neither the publication of the chunk before it, nor other requests' fetches, nor a prefill worker's start."""
 
     def __init__(
         self, core: EngineCore, commands: _Commands, socket: zmq.Socket[bytes], wakeup: Wakeup, times: BatchTimeReporter

@@ -18,7 +18,7 @@ Ownership, which is what keeps wrong bytes away:
 Tensor parallelism: a worker of degree n has n connectors, one per rank, each over its rank's cache (see
 `kv_store.shards`). All ranks have the same number of blocks, and a block has the same id on all of them; each is given
 the same jobs. To others they look like one connector: `kv_store.peers.join_peers` joins their descriptions and
-`join_refs` their references, so that a block is announced once. The reading worker may have another degree.
+`join_refs` their references, so that a block is published once. The reading worker may have another degree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class BlockRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a producer announces: one block, readable until the producer's lease on it ends.
+    """What a producer publishes: one block, readable until the producer's lease on it ends.
 
     `peer`, `epoch` and `block_id` say where a P2P block lies: on every rank of that worker. Stores go by `block_hash`
     and leave them empty, but for a hint of their own in `peer`.
@@ -97,8 +97,8 @@ class TransferKind(StrEnum):
 class TransferResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The end of one block's transfer.
 
-    `error` is None if it went well, else one line that says why. `ref` is set for a published block: what to
-    announce. `num_bytes` counts bytes moved; 0 if the store already held the block or nothing had to move.
+    `error` is None if it went well, else one line that says why. `ref` is set for a published block: how others
+    name it. `num_bytes` counts bytes moved; 0 if the store already held the block or nothing had to move.
     If `is_final` is False there is an error, and bytes may still be moved: the final result comes later.
     """
 

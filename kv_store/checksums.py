@@ -2,7 +2,7 @@
 
 A head's checksum is the XXH3-64 of its bytes in the block, `[num_layers, num_planes, block_size, head_dim]`. A
 reference carries those of all heads of the model in order, whatever the tensor-parallel degree of the worker that
-announces it.
+publishes it.
 """
 
 from __future__ import annotations

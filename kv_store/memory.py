@@ -133,7 +133,7 @@ class MemoryConnector(KVConnector):
                 if producer is None:
                     raise TransferError(f"peer {ref.peer!r} is gone")
                 if not ref.epoch == epoch == producer._epoch:
-                    raise TransferError(f"peer {ref.peer!r} has restarted since it announced the block")
+                    raise TransferError(f"peer {ref.peer!r} has restarted since it published the block")
                 if not any(job.get(ref.block_id) == ref.block_hash for job in producer._published.values()):
                     raise TransferError(f"peer {ref.peer!r} holds no lease on block {ref.block_id}")
                 local, remote = part.in_local(self._spec), part.in_remote(producer._spec)

@@ -50,11 +50,11 @@ class Borrowing:
         if self._is_late:
             return
         try:
-            announced = self._lent.take_in(self._stream.engine_id, ready)
+            published = self._lent.take_in(self._stream.engine_id, ready)
         except TransferError as error:
             raise InvalidArgumentError("lent", error.message) from None
-        metrics.worker_kv_blocks_lent.labels("failed").inc(len(announced.failed_indexes))
-        self._stream.send(announced)
+        metrics.worker_kv_blocks_lent.labels("failed").inc(len(published.failed_indexes))
+        self._stream.send(published)
         if not self._lent.due:
             self.end()
 

@@ -53,7 +53,7 @@ class EngineStream:
         self.request_id = request_id
         self.engine_id = engine_id
         self.num_waiting_tokens = num_tokens  # 0 once the engine has begun with the request
-        self.keep_s = 0.0  # for so long the engine keeps a prefill's announced blocks after `EngineClient.open` is left
+        self.keep_s = 0.0  # for so long the engine keeps a prefill's published blocks after `EngineClient.open` is left
         self._engine = engine
         self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._delivery: asyncio.Timeout | None = None  # of what is being written to the caller

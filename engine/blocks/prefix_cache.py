@@ -74,7 +74,7 @@ class PrefixCache:
         return self._hash_of(request, request.num_prompt_tokens // self._block_size, request.num_prompt_tokens)
 
     def name_in_prompt(self, request: Request, index: int) -> bytes:
-        """Name under which a prefill worker announces block `index` of the prompt, full or the tail."""
+        """Name under which a prefill worker publishes block `index` of the prompt, full or the tail."""
         if (index + 1) * self._block_size > request.num_prompt_tokens:
             return self.tail_hash(request)
         self.name_full_blocks(request)

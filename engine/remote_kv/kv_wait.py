@@ -31,7 +31,7 @@ class BlockState(Enum):
     UNLEASED = auto()  # being fetched, but the lease has ended meanwhile: the bytes that arrive may be another block's
     FOLLOWED = auto()  # another request has it fetched (`shared_fetches.py`)
     ARRIVED = auto()
-    LOST = auto()  # another worker could announce it again
+    LOST = auto()  # another worker could publish it again
 
 
 _FETCHED_HERE = (BlockState.FROM_STORE, BlockState.FROM_WORKER, BlockState.UNLEASED)
@@ -44,7 +44,7 @@ class KVWait:
     num_blocks: int  # of the whole prompt, its partial tail included; without a prefill worker, what others have
     ask_from: int = 0  # num_blocks if no worker is asked
     has_first_token: bool = False  # or waits for none
-    is_ended: bool = False  # nothing more will be announced
+    is_ended: bool = False  # nothing more will be published
     is_let_down: bool = False  # a block that was followed does not come
     failure: str = ""  # the first reason why a block will be computed here
     lease_failure: str = ""  # why the lease on the unleased blocks ended
@@ -72,8 +72,8 @@ class KVWait:
         for index in indexes:
             self._set(index, BlockState.FROM_STORE)
 
-    def announce(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
-        """Takes in blocks that another worker announced. Returns those of `refs` to fetch now, which count as on their
+    def published(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
+        """Takes in blocks that another worker published. Returns those of `refs` to fetch now, which count as on their
         way."""
         wanted = []
         for ref in refs:
@@ -84,7 +84,7 @@ class KVWait:
 
     def unpublished(self, indexes: Iterable[int]) -> list[int]:
         """Another worker could not publish these blocks. Returns those that are lost: a block that another worker
-        announced or another request fetches may still arrive."""
+        published or another request fetches may still arrive."""
         return [index for index in indexes if self._waits_for(index)]
 
     def follow(self, index: int) -> None:
@@ -111,7 +111,7 @@ class KVWait:
         self.lease_failure = reason
 
     def end(self, failure: str) -> None:
-        """No prefill worker will announce anything any more."""
+        """No prefill worker will publish anything any more."""
         self.is_ended = True
         if not self.is_complete:
             self.failure = self.failure or failure

@@ -67,7 +67,7 @@ class Settled:
 
 class WaitingRoom:
     def __init__(self, blocks: BlockManager, *, handoff_is_store: bool = False) -> None:
-        """`handoff_is_store`: what a prefill worker announces lies in a store."""
+        """`handoff_is_store`: what a prefill worker publishes lies in a store."""
         self._blocks = blocks
         self._handoff_is_store = handoff_is_store
         self._parked: dict[str, Parked] = {}  # by request id
@@ -189,8 +189,8 @@ class WaitingRoom:
         request, wait, name_of = parked.request, parked.wait, self._blocks.cache.name_in_prompt
         asked = [ref for ref in refs if wait.ask_from <= ref.index < wait.num_blocks]
         wrong = {ref.index for ref in asked if ref.block_hash != name_of(request, ref.index)}
-        self.not_published(request_id, wrong, "a block of another prompt was announced for it")
-        return _into(request, wait.announce([ref for ref in asked if ref.index not in wrong]))
+        self.not_published(request_id, wrong, "a block of another prompt was published for it")
+        return _into(request, wait.published([ref for ref in asked if ref.index not in wrong]))
 
     def not_published(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
         """Another worker could not publish these."""
@@ -287,7 +287,7 @@ class WaitingRoom:
             return Settled(request, "")
         is_remote = request.mode is RequestMode.REMOTE
         if is_remote and wait.asks_worker and not wait.is_complete:
-            request.fallback_reason = wait.failure or "the prefill worker announced too few blocks"
+            request.fallback_reason = wait.failure or "the prefill worker published too few blocks"
         size = self._blocks.block_size
         num_ready = wait.num_ready_blocks
         arrived = wait.indexes(BlockState.ARRIVED)

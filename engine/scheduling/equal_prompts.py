@@ -35,7 +35,7 @@ class EqualPrompts:
         If the other request is preempted or ends, the first request that was held back computes the block.
         """
         if request.status is RequestStatus.SWAPPED or request.mode is RequestMode.PREFILL:
-            return False  # a prefill's blocks are announced as soon as each is there
+            return False  # a prefill's blocks are published as soon as each is there
         if request.needs_every_token or not self._cache.is_enabled:
             return False
         is_newcomer = request.status is RequestStatus.WAITING

@@ -125,7 +125,7 @@ class NixlConnector(KVConnector):
         return self._results.drain()
 
     def release(self, job_id: int) -> None:
-        """Frees staged blocks. Other blocks need nothing: peers only read them while the stream that announced them
+        """Frees staged blocks. Other blocks need nothing: peers only read them while the stream that published them
         lasts."""
         self._publisher.release(job_id)
 

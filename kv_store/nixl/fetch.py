@@ -126,7 +126,7 @@ class Fetcher:
                 return
             self._peers[info.name] = added
         # A turn without blocks connects: that takes longer than a read, so it begins before the first block is
-        # announced.
+        # published.
         self._queue.put_turn(_PeerJob(0, TransferKind.FETCH, 0.0, None, added))
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
@@ -372,7 +372,7 @@ def _refusal(ref: BlockRef, peer: Peer | None) -> str | None:
     if peer is None:
         return f"peer {ref.peer!r} is not known here"
     if ref.epoch != peer.info.epoch:
-        return f"peer {ref.peer!r} has restarted since it announced the block"
+        return f"peer {ref.peer!r} has restarted since it published the block"
     if peer.is_lost:
         return f"peer {ref.peer!r} was lost"
     if not 0 <= ref.block_id < peer.info.num_blocks:

@@ -27,7 +27,7 @@ _NAME = struct.Struct("<I12s")
 _CHECKED_FROM = 16  # the header's checksum covers what comes after it
 
 HEADER_BYTES = 4096
-RUN_BYTES = 8 << 20  # written and read in one turn: large enough for the disk, small enough to be announced early
+RUN_BYTES = 8 << 20  # written and read in one turn: large enough for the disk, small enough to be published early
 MAX_BLOCKS = (HEADER_BYTES - _HEADER.size - _NAME.size) // _ENTRY.size
 _NAME_OFFSET = HEADER_BYTES - _NAME.size
 

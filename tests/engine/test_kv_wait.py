@@ -12,10 +12,10 @@ def refs(*indexes: int) -> list[BlockRef]:
 
 def test_the_wait_ends_with_the_last_block_and_the_first_token() -> None:
     remote = KVWait(first_block=1, num_blocks=3)
-    assert remote.announce(refs(0, 1)) == refs(1)
+    assert remote.published(refs(0, 1)) == refs(1)
     remote.arrive(1)
     assert not remote.is_settled
-    remote.announce(refs(2))
+    remote.published(refs(2))
     remote.has_first_token = True
     assert not remote.is_settled
     remote.arrive(2)
@@ -24,16 +24,16 @@ def test_the_wait_ends_with_the_last_block_and_the_first_token() -> None:
     assert remote.num_ready_blocks == 3
 
 
-def test_a_block_is_fetched_once_however_often_it_is_announced() -> None:
+def test_a_block_is_fetched_once_however_often_it_is_published() -> None:
     remote = KVWait(first_block=0, num_blocks=4)
-    assert remote.announce(refs(0, 1)) == refs(0, 1)
+    assert remote.published(refs(0, 1)) == refs(0, 1)
     remote.arrive(0)
-    assert remote.announce(refs(0, 1, 2, 9)) == refs(2)
+    assert remote.published(refs(0, 1, 2, 9)) == refs(2)
 
 
 def test_a_failure_waits_for_what_is_in_flight() -> None:
     remote = KVWait(first_block=0, num_blocks=4)
-    remote.announce(refs(0, 1, 2))
+    remote.published(refs(0, 1, 2))
     remote.arrive(0)
     remote.end("the worker died")
     assert not remote.is_settled
@@ -45,12 +45,12 @@ def test_a_failure_waits_for_what_is_in_flight() -> None:
     assert remote.failure == "the worker died"
 
 
-def test_a_lost_block_can_be_announced_again() -> None:
+def test_a_lost_block_can_be_published_again() -> None:
     remote = KVWait(first_block=0, num_blocks=1, has_first_token=True)
-    remote.announce(refs(0))
+    remote.published(refs(0))
     remote.lose([0], "corrupt")
     assert remote.is_settled
-    assert remote.announce(refs(0)) == refs(0)
+    assert remote.published(refs(0)) == refs(0)
     assert not remote.is_settled
     remote.arrive(0)
     assert remote.is_complete
@@ -59,19 +59,19 @@ def test_a_lost_block_can_be_announced_again() -> None:
 def test_an_ended_lease_concerns_what_the_worker_has_in_flight() -> None:
     remote = KVWait(first_block=0, num_blocks=4, ask_from=1)
     remote.fetch_stored([0])
-    assert remote.announce(refs(0, 1, 2)) == refs(1, 2)
+    assert remote.published(refs(0, 1, 2)) == refs(1, 2)
     remote.arrive(1)
     remote.end_lease("cut off")
     assert remote.indexes(BlockState.UNLEASED) == [2]  # block 0 comes from the store
     assert remote.lease_failure == "cut off"
     remote.lose([2], "cut off")
-    assert remote.announce(refs(2)) == refs(2)
+    assert remote.published(refs(2)) == refs(2)
     assert remote.indexes(BlockState.UNLEASED) == []  # another worker's
 
 
 def test_an_end_after_everything_arrived_is_no_failure() -> None:
     remote = KVWait(first_block=0, num_blocks=1, has_first_token=True)
-    remote.announce(refs(0))
+    remote.published(refs(0))
     remote.arrive(0)
     remote.end("stream closed")
     assert remote.is_complete

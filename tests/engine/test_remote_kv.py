@@ -248,7 +248,7 @@ def test_blocks_announced_under_another_ones_name_are_computed_in_place() -> Non
     pair.add("a", prompt)
     pair.run()
     assert pair.answers["a"] == reference(prompt, 8)
-    assert pair.fallbacks["a"] == "a block of another prompt was announced for it"
+    assert pair.fallbacks["a"] == "a block of another prompt was published for it"
     pair.assert_idle()
 
 

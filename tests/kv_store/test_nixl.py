@@ -328,7 +328,7 @@ def test_a_killed_and_restarted_peer(
     consumer.connector.add_peer(again.peer)
     assert {result.error for result in fetch_all(consumer, again)} == {None}
     errors = {result.error for result in fetch_all(consumer, published)}
-    assert errors == {"peer 'peer' has restarted since it announced the block"}
+    assert errors == {"peer 'peer' has restarted since it published the block"}
 
 
 def prefill_worker(epoch: str) -> Worker:
@@ -372,7 +372,7 @@ def test_each_life_of_a_worker_takes_the_place_of_the_one_before(
         for old in former:
             consumer.fetch([FetchBlock(old, 1)])
             (result,) = consumer.results()
-            assert result.error == f"peer {ref.peer!r} has restarted since it announced the block"
+            assert result.error == f"peer {ref.peer!r} has restarted since it published the block"
         former.append(ref)
         producer.connector.close()
 
@@ -437,7 +437,7 @@ def test_a_former_life_is_disconnected_after_its_last_read(
     assert consumer.is_due(stuck)
     before.process.send_signal(signal.SIGCONT)
     errors = {result.error for result in consumer.results()}
-    assert errors <= {None, "peer 'peer' has restarted since it announced the block"}
+    assert errors <= {None, "peer 'peer' has restarted since it published the block"}
     assert None in errors
     wait_until_connected(consumer, {agent_of(new.peer)})
     assert {result.error for result in fetch_all(consumer, new)} == {None}
