@@ -46,7 +46,6 @@ PROMPTS = {
     "repeating": f"{LIST}\n\n{LIST}\n\n- parcel 0:",
     "ordinary": "The lighthouse keeper had not expected to find a machine on the beach that morning. It was",
 }
-NUM_TOKENS = 160
 
 
 @dataclass(slots=True)
@@ -80,6 +79,7 @@ class Measured:
         self._core = EngineCore(settings, runner, connector, time.monotonic, lambda: None, drafter=drafter)
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self._num_runs = 0
+        self.num_tokens: int = args.tokens
 
     def answer(self, text: str, batch: int, *, speculate: bool) -> Run:
         self._num_runs += 1
@@ -87,7 +87,7 @@ class Measured:
             params = SamplingParams(
                 temperature=0.0 if text == "repeating" else 1.0,
                 seed=number,
-                max_tokens=NUM_TOKENS,
+                max_tokens=self.num_tokens,
                 ignore_eos=True,
                 speculate=speculate,
             )
@@ -131,7 +131,7 @@ def compare(measured: Measured, text: str, batch: int, repeats: int) -> str:
     fastest = {way: sum(map(min, zip(*(run.step_seconds for run in runs[way]), strict=True))) for way in runs}
     ratios = [without / with_ for without, with_ in zip(seconds[False], seconds[True], strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if repeats > 1 else ratios * 3
-    rate = batch * (NUM_TOKENS - 1) / statistics.median(seconds[False])
+    rate = batch * (measured.num_tokens - 1) / statistics.median(seconds[False])
     last = runs[True][-1]
     return (
         f"{text:9}, batch {batch}: {median:.2f} x [{low:.2f} to {high:.2f}] of {rate:.0f} tokens/s, "
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--zero-layers", type=int, default=0, help="more layers of the model, a Llama in one file")
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 8])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=160, help="of each answer")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--threads", type=int, default=1)

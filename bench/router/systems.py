@@ -104,7 +104,7 @@ def _free_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-def _wait_for_an_answer(child: Child, endpoint: Endpoint) -> None:
+def _wait_for_an_answer(child: Child, endpoint: Endpoint, start_s: float = _START_S) -> None:
     async def answer() -> None:
         client = endpoint.connect()
         try:
@@ -115,7 +115,7 @@ def _wait_for_an_answer(child: Child, endpoint: Endpoint) -> None:
         finally:
             await client.close()
 
-    give_up_at = time.monotonic() + _START_S
+    give_up_at = time.monotonic() + start_s
     while True:
         if (code := child.process.poll()) is not None:
             child.code = code  # it is reaped: its pid may be another one's
@@ -124,7 +124,7 @@ def _wait_for_an_answer(child: Child, endpoint: Endpoint) -> None:
             asyncio.run(answer())
         except (BatonError, OSError) as error:
             if time.monotonic() >= give_up_at:
-                raise StartupError(f"{child.name} does not answer in {_START_S:.0f} s: {error}") from error
+                raise StartupError(f"{child.name} does not answer in {start_s:.0f} s: {error}") from error
             time.sleep(0.2)
         else:
             return

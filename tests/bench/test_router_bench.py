@@ -122,12 +122,11 @@ def test_a_peer_that_ends_at_once_is_told_and_not_signalled() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_peer_that_takes_requests_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(systems, "_START_S", 0.5)
+def test_a_peer_that_takes_requests_and_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, started(["sleep", "600"], "the peer") as child:
         endpoint = Endpoint("rest", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StartupError, match="the peer does not answer in 0 s: it took a request and said nothing"):
-            systems._wait_for_an_answer(child, endpoint)
+            systems._wait_for_an_answer(child, endpoint, start_s=0.5)
 
 
 async def test_each_token_of_an_http_worker_is_one_event() -> None:

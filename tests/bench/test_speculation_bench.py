@@ -17,14 +17,17 @@ NUM_TOKENS = 24
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(speculation, "NUM_TOKENS", NUM_TOKENS)
+def model_dir(tmp_path: Path) -> Path:
     write_tiny_model(tmp_path / "draft", num_layers=3)
     return tmp_path / "draft"
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
-    monkeypatch.setattr(sys, "argv", ["bench.speculation", "--dtype=float32", "--batches=1", "--repeats=2", *flags])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["bench.speculation", "--dtype=float32", "--batches=1", "--repeats=2", f"--tokens={NUM_TOKENS}", *flags],
+    )
     speculation.main()
     return capsys.readouterr().out.splitlines()
 
@@ -62,14 +65,14 @@ class Told(Measured):
     """Gives runs of a test, without and with speculation in turn."""
 
     def __init__(self, runs: dict[bool, list[Run]]) -> None:
+        self.num_tokens = 5
         self._runs = {way: iter(of_way) for way, of_way in runs.items()}
 
     def answer(self, text: str, batch: int, *, speculate: bool) -> Run:
         return next(self._runs[speculate])
 
 
-def test_ratios_are_of_pairs_and_of_each_step_s_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "NUM_TOKENS", 5)
+def test_ratios_are_of_pairs_and_of_each_step_s_fastest() -> None:
     without = [Run([1], [1.0, 3.0]), Run([1], [4.0, 1.0]), Run([1], [2.0, 2.0])]  # fastest steps: 1 + 1
     with_ = [Run([1], [4.0], 7, 6), Run([1], [2.5], 7, 6), Run([1], [1.0], 7, 6)]  # ratios 1, 2, 4; fastest step: 1
     line = compare(Told({True: with_, False: without}), "repeating", 1, 3)
