@@ -276,10 +276,12 @@ class EngineCore:
             now = self._clock()
             self._events += [msgspec.structs.replace(step, end=now) for step in begun.traced]
         result = self.scheduler.update(begun.output, tokens)
-        self.remote_kv.publish(result.publishes)
+        if result.publishes:
+            self.remote_kv.publish(result.publishes)
         for new in result.tokens:
             self._report_token(new)
-        self._report_embeddings(begun.output)
+        if begun.computed.embeds:
+            self._report_embeddings(begun.output)
         self.take_in_transfers()
         return True
 
@@ -370,7 +372,8 @@ class EngineCore:
         self._has_newcomers = False
         if output.host_copies:
             self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
-        self.remote_kv.publish(output.publishes)
+        if output.publishes:
+            self.remote_kv.publish(output.publishes)
         if not self.remote_kv.is_idle:
             self.remote_kv.start()
         for request in output.preempted:

@@ -34,6 +34,7 @@ class Pass:
     strays: dict[Request, GuideError]  # whose tokens their grammar does not allow or cannot follow
     checks: dict[Request, list[DraftedToken]]
     drawing: set[Request]  # whose next token the pass draws
+    embeds: bool  # whether one of them asks for an embedding
 
 
 class ForwardPass:
@@ -53,13 +54,14 @@ class ForwardPass:
     def begin(self, output: SchedulerOutput) -> Pass:
         """Begins to compute the new tokens of each request of `output.num_tokens`."""
         last = {request for request, num_new in output.num_tokens.items() if num_new == request.num_missing_tokens}
-        strays = self._follow_grammars(request for request in output.num_tokens if request in last)
+        guided = [request for request in output.num_tokens if request.guide is not None and request in last]
+        strays = self._follow_grammars(guided) if guided else {}
         checks = {
             request: checked_tokens(request, draft, self._eos_token_ids) for request, draft in output.drafts.items()
         }
         drafted = [(request, one) for request, ones in checks.items() for one in ones]
         guides = [
-            *(request.guide for request in last if request.guide),
+            *(request.guide for request in guided if request.guide),
             *(one.guide for _, one in drafted if one.guide),
         ]
         masks = dict(zip(guides, make_masks(guides), strict=True)) if guides else {}
@@ -70,7 +72,9 @@ class ForwardPass:
         for request in last:
             request.num_pending = 1 + len(checks.get(request, ()))
         ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
-        return Pass(ticket, list(output.num_tokens), strays, checks, last)
+        requests = list(output.num_tokens)
+        embeds = any(request.embed is not None for request in requests)
+        return Pass(ticket, requests, strays, checks, last, embeds)
 
     def end(self, begun: Pass, meanwhile: Callable[[], None]) -> list[list[SampledToken]]:
         """Waits for the pass: the tokens of each of its requests, in order. A request whose row failed fails."""
@@ -86,7 +90,8 @@ class ForwardPass:
                 self._fail(request, "INTERNAL", "the engine failed to compute this request")
                 tokens.append([])
                 continue
-            self._take(request, row, output)
+            if row in output.pooled or row in output.scores:
+                self._take(request, row, output)
             token = output.tokens[row]
             tokens.append([] if token is None else [token])
             if request in begun.strays:

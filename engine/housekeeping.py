@@ -53,7 +53,8 @@ class Housekeeping:
         self._blocks.expire_retention(now)
         if self._hints.evicting:
             self._hints.report(now)
-        self._remote_kv.age_stored(now)
+        if now >= self._remote_kv.verify_at:
+            self._remote_kv.age_stored(now)
         if not self._scheduler.has_work:
             self._remote_kv.write_back_from_host(self._device.copy)
 

@@ -83,9 +83,13 @@ class Request:
     pooled: list[float] = field(default_factory=list)  # sum of the hidden states so far
     needs_every_token: bool = False  # computes the whole prompt, whatever is cached
     num_unscored_tokens: int = 0  # at the prompt's end, whose logprobs are asked for and are not known yet
+    changes_logits: bool = field(init=False)  # as its parameters say
     changes: LogitChanges | None = None  # made when its first token is sampled
     guide: Guide | None = None  # of a guided request, once its grammar is compiled
     drafts: DraftRecord = field(default_factory=DraftRecord)
+
+    def __post_init__(self) -> None:
+        self.changes_logits = self.sampling_params.changes_logits
 
     @property
     def queue_time(self) -> float:
@@ -112,11 +116,10 @@ class Request:
 
     def logit_changes(self, eos_token_ids: frozenset[int]) -> LogitChanges | None:
         """What changes the logits of the next token, up to date; None for a request that wants them as they are."""
-        params = self.sampling_params
-        if not params.changes_logits:
+        if not self.changes_logits:
             return None
         if self.changes is None:
-            self.changes = LogitChanges(params, self.prompt_token_ids, eos_token_ids)
+            self.changes = LogitChanges(self.sampling_params, self.prompt_token_ids, eos_token_ids)
         self.changes.follow(self.token_ids, self.num_prompt_tokens)
         return self.changes
 

@@ -71,7 +71,7 @@ class RemoteKV:
         self._blocks = blocks
         self._clock = clock
         self._emit = emit
-        self._verify_time = clock() + VERIFY_STORED_S
+        self.verify_at = clock() + VERIFY_STORED_S  # when `age_stored` is due
         self._write_failure = ""  # of the last write
         self._evicted_late: set[bytes] = set()  # names that are being written and should not be in the store
 
@@ -179,13 +179,12 @@ class RemoteKV:
             self._write_back()
 
     def age_stored(self, now: float) -> None:
-        """Every `VERIFY_STORED_S`, what the store took has to be verified when it is used next. What is retained counts
-        as used."""
-        if now >= self._verify_time:
-            self._blocks.write_back.age()
-            self._verify_time = now + VERIFY_STORED_S
-            if names := self._blocks.retention.names():
-                self._store.touch(list(names))
+        """To be called every `VERIFY_STORED_S` (`verify_at`): what the store took has to be verified when it is used
+        next. What is retained counts as used."""
+        self._blocks.write_back.age()
+        self.verify_at = now + VERIFY_STORED_S
+        if names := self._blocks.retention.names():
+            self._store.touch(list(names))
 
     def prefetch(self, call_id: int, tenant: str, names: Sequence[bytes], now: float) -> None:
         """Brings these names up into the cache, a group at a time (`go_on_prefetching`); then one event answers."""
