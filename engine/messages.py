@@ -344,10 +344,9 @@ class CacheHinted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What became of a `HintCache`."""
 
     call_id: int
-    num_device_blocks: int = (
-        0  # of these names. EVICT: that the device had; otherwise, that it has before the first that is not here
-    )
-    num_host_blocks: int = 0  # the same, that only host memory had; PREFETCH: that it gave
+    # EVICT: how many of the named blocks were on the device. Otherwise: how many leading blocks are.
+    num_device_blocks: int = 0
+    num_host_blocks: int = 0  # likewise, of blocks that were in host memory alone; PREFETCH: that came from there
     num_stored_blocks: int = 0  # EVICT: that the store had; PREFETCH: that it gave
     failure: str = ""  # EVICT: why the store may still have some; PREFETCH: why not all came
 

@@ -268,7 +268,7 @@ class BlockManager:
     def _give_up(self, request: Request) -> None:
         for block_id in reversed(request.block_ids):
             self.pool.give_back(block_id)
-        # Without their beginning the others would not be found: what it gave up before is as old as the rest.
+        # A later block is useless once an earlier one is gone, so blocks given up before get the same age.
         for name in reversed(request.block_hashes[: request.num_unseen_blocks]):
             found = self.cache.find(name)
             if found is not None and self.pool.is_cached(found):

@@ -219,8 +219,8 @@ class TrackRecord:
     def _leave_alone_if_slow(
         self, worker: Incarnation, pace: _Pace, pace_of: _PaceOf, margin: float, now: float
     ) -> None:
-        """`pace` is that of `worker`, `pace_of` finds the like of each worker. Who does this work and is left alone for
-        another kind counts, too: it is the same worker."""
+        """`pace` is the pace of `worker`, `pace_of` finds each worker's pace at the same kind of work. Workers that are
+        suspended for the other kind still count in the comparison."""
         if pace.num < MIN_ANSWERS:
             return
         known = [record for record in self._records.values() if pace_of(record).is_known(now)]

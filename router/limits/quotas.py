@@ -169,8 +169,8 @@ class Quotas:
         self._charge("requests_per_second", "requests", key, tenant, 1)
 
     def more_requests(self, key: str, tenant: str, num: int) -> None:
-        """One that was let in is `num` more of them: they count, whether or not they were left, since a body that is
-        larger than a bucket would never find it full enough."""
+        """An admitted body held `num` further requests. They are charged even if the bucket goes below zero: a body
+        that is larger than a bucket would never find it full enough."""
         self._take("requests_per_second", key, tenant, num)
 
     def prompt(self, key: str, tenant: str, num_tokens: int) -> None:

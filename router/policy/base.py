@@ -102,8 +102,8 @@ def cost_in_words(cost: float, *, in_seconds: bool) -> str:
 
 
 class Candidates(Sequence[Candidate]):
-    """Those of one role, in configured order. They start with another one at each request, so that equal ones take
-    turns. To go through all of them takes long in a large fleet; the methods below do not."""
+    """The candidates of one role, in configured order. The list is rotated by one at each request, which spreads ties
+    over the workers. To go through all of them takes long in a large fleet; the methods below do not."""
 
     @abstractmethod
     def soonest(self, num: int) -> Sequence[Candidate]:

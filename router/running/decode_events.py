@@ -124,10 +124,11 @@ class PrefillBlame:
         return endpoint.address in self._blamed
 
     def told(self, event: decode_pb2.DecodeEvent) -> list[Endpoint]:
-        """The prefill workers that `event` blames and no event before it did; it has a report. A decode worker of the
-        release before blames nobody by name: its report counts the workers that it asked in place of others, and says
-        whether one that it asked beside the first one won. If there are names, the counts are not read: which worker
-        failed depends on who was asked beside whom."""
+        """The prefill workers that `event`, which has a report, is the first to blame.
+
+        Older decode workers send no names: their report only counts replacements, and says whether a worker that was
+        asked beside the first one won. The counts are only read if the event has no names, since they do not tell which
+        of two workers failed."""
         named = {*event.blamed_prefill_addresses} or self._counted(event.report)
         found = [one for one in self._prefill if one.address in named and one not in self]
         self._blamed.update(one.address for one in found)

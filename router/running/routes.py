@@ -141,7 +141,8 @@ def _decided(place: str) -> Counter:
 
 
 def load_of(decision: RoutingDecision) -> dict[str, int]:
-    """Workers that this request is load on, until they say so themselves, and the prompt tokens that they compute."""
+    """The load that this decision adds to each worker, in prompt tokens to compute. The router counts it until the
+    worker's own report includes it."""
     missing = decision.num_missing_tokens
     if decision.in_place or not decision.prefill:
         return {decision.decode.address: missing}

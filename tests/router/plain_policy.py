@@ -27,7 +27,7 @@ class Ranked:
 
 
 class PlainRanking:
-    """Each policy's order of candidates, which start with another one at each request."""
+    """Each policy's order of candidates, a list that is rotated by one at each request."""
 
     def __init__(self, name: str, seed: int) -> None:
         self._rank = getattr(self, name)

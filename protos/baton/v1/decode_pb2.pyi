@@ -88,7 +88,8 @@ Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
 class Credit(_message.Message):
     """How much more a call may send. It begins with 65,536 bytes: its events count with their size, and each of `token_ids`
     counts 32. The event that exceeds what is left is sent; after it the call waits for credit, but not after its last
-    event. Credit never grows beyond what a call began with. A call of which the engine has 2,048 further events by then ends with ABORTED. Other calls go on.
+    event. Credit never grows beyond what a call began with. If 2,048 more events wait for credit, the call ends with
+    ABORTED. Other calls go on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
