@@ -169,6 +169,12 @@ worker_hedges = Counter(
 worker_hedges_won = Counter("baton_worker_hedges_won", "Those of them in which that other prefill worker was first.")
 worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV this decode worker had to compute.")
 worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
+worker_late_requests = Counter(
+    "baton_worker_late_requests",
+    "Requests that could not meet their latency targets any more when their turn had not come yet: refused, or served "
+    "as best effort (--slo-late).",
+    ["outcome"],
+)
 worker_kv_blocks_moved = Counter("baton_worker_kv_blocks_moved", "KV blocks fetched from elsewhere.")
 worker_kv_blocks_lost = Counter("baton_worker_kv_blocks_lost", "KV blocks whose fetch failed.")
 worker_kv_blocks_lent = Counter(
@@ -241,5 +247,6 @@ ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
     worker_grammars, worker_grammar_seconds, worker_draft_tokens, worker_kv_retentions, worker_kv_retained_blocks,
+    worker_late_requests,
 )  # fmt: skip
 """Metrics that an engine process counts and its front shows."""

@@ -15,6 +15,7 @@ import msgspec
 from common.batch_time import BatchTime
 from common.block_hash import root_hash
 from common.config import EngineSettings
+from common.errors import OverloadedError
 from common.types import FinishReason, WorkerLoad
 from engine import messages as m
 from engine.arrivals import Arrivals
@@ -26,9 +27,9 @@ from engine.housekeeping import Housekeeping
 from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
-from engine.reports import report_not_stored, report_preempted, report_settled, report_unreachable
+from engine.reports import report_late, report_not_stored, report_preempted, report_settled, report_unreachable
 from engine.sampling.grammars import Compiler, GrammarBounds, PendingGrammars
-from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput
+from engine.scheduling.schedule import LateRequest, NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Drafter, Speculation
@@ -111,12 +112,14 @@ class EngineCore:
                 eos_token_ids=frozenset(info.eos_token_ids),
                 window=info.window,
                 queue_policy=settings.queue_policy,
+                slo_late=settings.slo_late,
                 preemption_mode=settings.preemption_mode,
                 announce=settings.announce,
                 handoff_is_store=store is connector,
             ),
             self.blocks,
             self.remote_kv.waiting_room,
+            batch_time,
         )
         self._housekeeping = Housekeeping(
             self.scheduler, self.blocks, self.remote_kv, self._hints, device, self._take_back, wake
@@ -378,7 +381,17 @@ class EngineCore:
             self.remote_kv.start()
         for request in output.preempted:
             report_preempted(request)
+        for late in output.late:
+            self._report_late(late)
         return output
+
+    def _report_late(self, late: LateRequest) -> None:
+        report_late(late)
+        if late.is_refused:
+            request_id = late.request.request_id
+            self._traced.discard(request_id)
+            reason = f"its latency targets cannot be met here any more: {late.reason}"
+            self._events.append(m.RequestFailed(request_id, OverloadedError.grpc_code, reason))
 
     def _report_embeddings(self, output: SchedulerOutput) -> None:
         for request in output.num_tokens:

@@ -8,6 +8,7 @@ from common import metrics
 from engine.blocks.counts import CacheCounts
 from engine.remote_kv import Settled
 from engine.request import Request
+from engine.scheduling.schedule import LateRequest
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,14 @@ def report_preempted(request: Request) -> None:
     log.warning(
         "preempted: KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs",
         extra={"request_id": request.request_id, "num_preemptions": request.num_preemptions},
+    )
+
+
+def report_late(late: LateRequest) -> None:
+    metrics.worker_late_requests.labels("refused" if late.is_refused else "best_effort").inc()
+    log.info(
+        "a request cannot meet its latency targets any more",
+        extra={"request_id": late.request.request_id, "reason": late.reason, "refused": late.is_refused},
     )
 
 

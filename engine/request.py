@@ -14,6 +14,7 @@ from common.targets import LatencyTargets
 from common.types import PRIORITY_S, FinishReason
 from engine.messages import Embed, RequestMode
 from engine.sampling.logit_changes import LogitChanges
+from engine.scheduling.pace import Pace
 from engine.speculation.record import DraftRecord
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Request:
     num_published_blocks: int = 0  # PREFILL: blocks before this index are published or not needed
     num_preemptions: int = 0
     scheduled_time: float | None = None  # first admitted
+    pace: Pace | None = None  # with `--queue-policy slo`, once the scheduler knows how long steps take
     fallback_reason: str = ""
     stop_token_id: int | None = None
     embed: Embed | None = None  # asks for an embedding of the prompt instead of an answer

@@ -88,10 +88,16 @@ class EngineSettings(ModelSettings):
         "ngram (as the text went on where its last tokens stood before), or a smaller model, as --model names one",
     )
     speculation_tokens: Positive = Field(8, description="most tokens of one guess")
-    queue_policy: Literal["fcfs", "priority"] = Field(
+    queue_policy: Literal["fcfs", "priority", "slo"] = Field(
         "fcfs",
         description="who is next: who came first, and priorities are refused; or by priority, one step of which is "
-        "worth 10 seconds of waiting",
+        "worth 10 seconds of waiting; or slo: who has the least time left to meet its latency targets "
+        "(docs/latency-targets.md)",
+    )
+    slo_late: Literal["refuse", "best-effort"] = Field(
+        "best-effort",
+        description="with --queue-policy slo, what becomes of a waiting request that cannot meet its latency targets "
+        "any more",
     )
     preemption_mode: Literal["recompute", "swap"] = Field(
         "recompute", description="what happens to a request that has to give its KV blocks back"

@@ -5,7 +5,7 @@ Pure: events come in, effects come out (`take_effects`), and requests whose wait
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.prefill_place import is_computed_in_place
@@ -78,6 +78,9 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         return len(self._parked)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (one.request for one in self._parked.values())
 
     # ------------------------------------------------------------------------------------ for the scheduler
 

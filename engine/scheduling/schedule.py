@@ -18,11 +18,21 @@ class SchedulerConfig:
     chunk_size: int  # most tokens of one prompt in one step
     max_model_len: int
     eos_token_ids: frozenset[int]
-    queue_policy: Literal["fcfs", "priority"] = "fcfs"
+    queue_policy: Literal["fcfs", "priority", "slo"] = "fcfs"
+    slo_late: Literal["refuse", "best-effort"] = "best-effort"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     announce: Literal["chunk", "end"] = "chunk"  # end: a prefill's blocks are published only when all are computed
     window: int = 0  # tokens that the layer which sees the most sees, the new one included; 0: all
     handoff_is_store: bool = False  # what a prefill publishes for its decode worker lies in the store
+
+
+@dataclass(slots=True, frozen=True)
+class LateRequest:
+    """A newcomer that cannot meet its latency targets any more. Told once of each."""
+
+    request: Request
+    reason: str
+    is_refused: bool  # it has ended; else it goes on as best effort
 
 
 @dataclass(slots=True)
@@ -34,6 +44,7 @@ class SchedulerOutput:
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # tokens that may follow those, to be checked
     preempted: list[Request] = field(default_factory=list)
+    late: list[LateRequest] = field(default_factory=list)
     names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
 
     def drop_ended(self) -> bool:

@@ -5,6 +5,9 @@ one token budget: decodes (one missing token) first, then prompts, in chunks, in
 request that was admitted last gives its blocks back. A request whose KV comes from elsewhere is parked in the
 `WaitingRoom`, and `take_back` brings it back.
 
+With the policy `slo` and a model of time, a step is bounded by time, too, and its order is that of slack
+(`engine.scheduling.slack`). Without a model that policy is `priority`.
+
 A step may check tokens beyond those that it has to compute (`engine.speculation`). They get what the decodes left of
 the budget, and no request is preempted for them.
 
@@ -13,10 +16,11 @@ One step, in order: `schedule` -> the engine carries out copies and the forward 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from common.batch_time import StepShape
+from common.batch_time import BatchTime, StepShape
 from common.types import FinishReason, SampledToken
 from engine.blocks.block_manager import BlockManager
 from engine.integrity import problems
@@ -27,18 +31,32 @@ from engine.scheduling.decode_sums import DecodeSums
 from engine.scheduling.equal_prompts import EqualPrompts
 from engine.scheduling.preemption import victim
 from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput, StepResult
+from engine.scheduling.slack import SlackPolicy
 from engine.scheduling.step_budget import StepBudget
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.waiting_queue import SlackQueue, WaitingQueue
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager, room: WaitingRoom) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        room: WaitingRoom,
+        batch_time: Callable[[], BatchTime | None] = lambda: None,
+    ) -> None:
+        """`batch_time`: how long a step takes, if that is known well enough to decide by it."""
         self.config = config
         self.blocks = blocks
         self.requests: dict[str, Request] = {}  # every request that is not finished, or that is leased
         self._waiting_room = room  # parked: WAITING_FOR_REMOTE_KV
         self._equal_prompts = EqualPrompts(blocks, room)
-        self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
+        self._slack: SlackPolicy | None = None
+        self._waiting: WaitingQueue
+        if config.queue_policy == "slo":
+            self._slack = SlackPolicy(config, blocks, batch_time)
+            self._waiting = SlackQueue(self._equal_prompts)
+        else:
+            self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
         self._running: list[Request] = []  # in the order of admission
         self._sums = DecodeSums()  # of those that decode
 
@@ -48,12 +66,14 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id} exists already")
         self.requests[request.request_id] = request
+        if self._slack is not None:
+            self._slack.enter(request)
         self._waiting.add(request)
 
     def take_back(self, request: Request) -> None:
         """Takes a parked request back: it goes on with the KV that came, or starts again."""
         if request.status is RequestStatus.WAITING:
-            self._waiting.put_first(request)
+            self._put_first(request)
         else:
             self._running.append(request)
             self._sums.note(request)
@@ -120,6 +140,10 @@ class Scheduler:
     def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
         """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
         output = SchedulerOutput()
+        if self._slack is not None and self._takes_times(self._slack, now):
+            self._schedule_by_slack(self._slack, output, now, drafts)
+            output.host_copies = self.blocks.take_copies()
+            return output
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.chunk_size)
         for is_decode in (True, False):
             for request in list(self._running):
@@ -136,13 +160,14 @@ class Scheduler:
         """Schedules one running request, preempting others if blocks run out."""
         if request.status is not RequestStatus.RUNNING or request.num_pending:
             return  # preempted in this step, or its next token is not known before the step on the device ends
-        num_new = budget.chunk(request.num_missing_tokens)
+        num_new = budget.chunk(request.num_missing_tokens, request.num_computed_tokens)
         if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
             before = request.num_computed_tokens
             self.blocks.adopt_computed(request)  # by others, since the last step
             self._sums.note(request)
             output.publishes += self._publish(request) if request.num_computed_tokens > before else []
-            num_new = self._equal_prompts.up_to_known(request, budget.chunk(request.num_missing_tokens), output.names)
+            most = budget.chunk(request.num_missing_tokens, request.num_computed_tokens)
+            num_new = self._equal_prompts.up_to_known(request, most, output.names)
         if num_new <= 0:
             return
         while not self.blocks.append(request, request.num_computed_tokens + num_new):
@@ -152,7 +177,7 @@ class Scheduler:
             self._preempt(other, output)
             if other is request:
                 return
-        budget.take(num_new)
+        budget.take(num_new, request.num_computed_tokens)
         output.num_tokens[request] = num_new
         if num_new > 1:
             output.names.update(self._equal_prompts.names(request, num_new))
@@ -165,7 +190,7 @@ class Scheduler:
             kept = list(draft[: budget.fitting(len(draft))])
             if kept and request in output.num_tokens and self.blocks.append(request, request.num_tokens + len(kept)):
                 output.drafts[request] = kept
-                budget.take(len(kept))
+                budget.take_drafted(len(kept))
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
         self._running.remove(request)
@@ -177,8 +202,95 @@ class Scheduler:
             request.num_computed_tokens = 0
             request.status = RequestStatus.PREEMPTED
         self._sums.note(request)
-        self._waiting.put_first(request)
+        self._put_first(request)
         output.preempted.append(request)
+
+    def _put_first(self, request: Request) -> None:
+        if self._slack is not None:
+            self._slack.forget(request)
+            self._slack.enter(request)
+        self._waiting.put_first(request)
+
+    # ------------------------------------------------------------------------------------------- by slack
+
+    def _takes_times(self, slack: SlackPolicy, now: float) -> bool:
+        """Begins a step by slack. False if nobody knows how long steps take."""
+        if slack.begin(now):
+            for request in list(self._waiting):
+                slack.enter(request)
+                self._queue_by_slack.move(request)
+        return slack.knows_times
+
+    @property
+    def _queue_by_slack(self) -> SlackQueue:
+        if not isinstance(self._waiting, SlackQueue):
+            raise TypeError("requests do not wait by slack")
+        return self._waiting
+
+    def _schedule_by_slack(
+        self, slack: SlackPolicy, output: SchedulerOutput, now: float, drafts: Mapping[Request, Sequence[int]]
+    ) -> None:
+        """Decodes, then prompts in one order with those that wait, into the time that is left."""
+        queue = self._queue_by_slack
+        self._drop_late(slack, output, now)
+        self._make_room(slack, output, now)
+        decodes: list[Request] = []
+        others: list[Request] = []
+        for one in self._running:
+            (decodes if one.num_missing_tokens == 1 else others).append(one)
+        has_blocks = self.blocks.num_available_blocks >= len(decodes)
+        chosen, budget = slack.plan(decodes, self._sums.shape, now, has_blocks=has_blocks)
+        for request in chosen:
+            self._schedule_running(request, budget, output)
+        self._schedule_drafts(drafts, budget, output)
+        prompts = deque(slack.order(others, now)) if others else deque()
+        if self._waiting:
+            slack.look_ahead((*self._running, *self._waiting_room))
+        can_admit = True
+        if (overdue := slack.share_of_late(prompts, queue, now)) is not None:
+            within = budget.within
+            budget.within = max(within, budget.seconds + slack.chunk_p90(overdue))
+            if overdue in queue:
+                # If there is no room for it, nobody else takes what becomes free.
+                can_admit = self._admit_one(overdue, budget, output, now, is_overdue=True)
+            else:
+                self._schedule_running(overdue, budget, output)
+            budget.within = within
+        newcomer = self._first_by_slack(slack, output, now) if can_admit else None
+        while prompts or newcomer is not None:
+            if newcomer is None or (prompts and slack.goes_before(prompts[0], newcomer)):
+                request = prompts.popleft()
+                if request not in output.num_tokens:
+                    self._schedule_running(request, budget, output)
+            elif self._admit_one(newcomer, budget, output, now):
+                request, newcomer = newcomer, self._first_by_slack(slack, output, now)
+            else:
+                newcomer = None
+                continue
+            if request in output.num_tokens:
+                slack.bound(request, budget, now)
+        slack.decided(output.num_tokens, budget, now)
+
+    def _make_room(self, slack: SlackPolicy, output: SchedulerOutput, now: float) -> None:
+        """Preempts one request of best effort if the most urgent one that waits has no place or too few blocks."""
+        head = self._queue_by_slack.head
+        if head is None or not slack.is_pressing(head, now):
+            return
+        has_blocks = self.blocks.blocks_for(head.num_tokens) <= self.blocks.num_available_blocks
+        if self.num_running < self.config.max_num_seqs and has_blocks:
+            return
+        if (displaced := slack.displaced(self._running)) is not None:
+            self._preempt(displaced, output)
+
+    def _first_by_slack(self, slack: SlackPolicy, output: SchedulerOutput, now: float) -> Request | None:
+        self._drop_late(slack, output, now)
+        return self._first_waiting()
+
+    def _drop_late(self, slack: SlackPolicy, output: SchedulerOutput, now: float) -> None:
+        for late in slack.take_late(self._queue_by_slack, now):
+            output.late.append(late)
+            if late.is_refused:
+                self._finish(late.request, RequestStatus.FINISHED_ABORTED)
 
     # ------------------------------------------------------------------------------------------ admission
 
@@ -186,6 +298,8 @@ class Scheduler:
         """Parks newcomers from the queue's head, in mid-step. Stops if a block would be copied to host memory: a device
         copies after the step, and a fetch into the block does not wait for that."""
         output, nothing = SchedulerOutput(), StepBudget(0, self.config.chunk_size)
+        if self._slack is not None and self._slack.knows_times:
+            self._slack.look_ahead((*self._running, *self._waiting_room))
         while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):
             if not self._admit_one(request, nothing, output, now):
                 break
@@ -203,11 +317,18 @@ class Scheduler:
             return None
         return self._waiting.first(self._running, self.config.max_num_seqs - self.num_running)
 
-    def _admit_one(self, request: Request, budget: StepBudget, output: SchedulerOutput, now: float) -> bool:
-        """Admits a request of the queue. Returns False if it has to wait."""
+    def _admit_one(
+        self, request: Request, budget: StepBudget, output: SchedulerOutput, now: float, *, is_overdue: bool = False
+    ) -> bool:
+        """Admits a request of the queue. Returns False if it has to wait. `is_overdue`: it has waited too long to wait
+        for others' targets."""
         if self.num_running >= self.config.max_num_seqs or output.preempted:
             return False  # what was just preempted must not come back in the same step
-        if budget.is_spent and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
+        is_one_row = request.status is RequestStatus.SWAPPED and request.num_missing_tokens == 1
+        is_spent = not budget.chunk(1) if is_one_row else budget.is_spent
+        if is_spent and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
+            return False
+        if self._slack is not None and not is_overdue and not self._slack.may_join(request, self._sums.shape):
             return False
         if not (self.blocks.swap_in(request) if request.status is RequestStatus.SWAPPED else self._allocate(request)):
             return False
@@ -216,10 +337,14 @@ class Scheduler:
             request.scheduled_time = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if request.status is RequestStatus.WAITING and self._waiting_room.park(request):
+            if self._slack is not None:
+                self._slack.admitted(request, now)
             return True
         request.status = RequestStatus.RUNNING
         self._running.append(request)
         self._sums.note(request)
+        if self._slack is not None:
+            self._slack.admitted(request, now)
         output.publishes += self._publish(request)
         self._schedule_running(request, budget, output)
         return True
@@ -270,12 +395,16 @@ class Scheduler:
                 result.tokens.append(self.append(request, token))
             if request in output.drafts and request.status is RequestStatus.RUNNING:
                 self.blocks.shrink(request, request.num_tokens)
+        if self._slack is not None and not self.has_work:
+            self._slack.pause()
         return result
 
     def repeat(self, num_steps: int) -> None:
         """What so many steps come to in which each of `decodes` draws its last token again: simulations make them at
         once. Nobody may end or wait, and there have to be blocks for all: raises `ValueError` if there are not."""
         result = StepResult()
+        if self._slack is not None:
+            self._slack.pause()
         for request in self.decodes:
             request.token_ids += request.token_ids[-1:] * num_steps
             if not self.blocks.append(request, request.num_tokens - 1):
@@ -320,6 +449,8 @@ class Scheduler:
         self._offer(request)
         request.status = status
         self._sums.note(request)
+        if self._slack is not None:
+            self._slack.forget(request)
         self.blocks.free(request)
         del self.requests[request.request_id]
 

@@ -1,13 +1,14 @@
 """Requests that wait for a place, in the order in which they get one. Pure.
 
-A preempted request goes to the head. A newcomer goes before requests with a later `Request.queue_time`, but not before
-one that had begun.
+By arrival or priority, a preempted request goes to the head, and a newcomer goes before requests with a later
+`Request.queue_time`, but not before one that had begun. By slack, see `SlackQueue`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from typing import Literal
 
 from engine.request import Request
@@ -18,7 +19,7 @@ class WaitingQueue:
     def __init__(self, policy: Literal["fcfs", "priority"], equal_prompts: EqualPrompts) -> None:
         self._policy = policy
         self._equal_prompts = equal_prompts
-        self._requests: deque[Request] = deque()
+        self._requests: MutableSequence[Request] = deque()
         self.num_held_back = 0  # at the last look for the first: they wait for the KV of a request that runs
 
     def __len__(self) -> int:
@@ -38,7 +39,7 @@ class WaitingQueue:
         self._requests.insert(index, request)
 
     def put_first(self, request: Request) -> None:
-        self._requests.appendleft(request)
+        self._requests.insert(0, request)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
@@ -56,6 +57,79 @@ class WaitingQueue:
                 return request
             self.num_held_back += 1
         return None
+
+
+class SlackQueue(WaitingQueue):
+    """By the last moment to begin (`Pace.start_by`), which does not change while a request waits: so the order by slack
+    is right at any time, and nothing is sorted again. Late requests come after all others, the longest overdue first.
+
+    Requests without a pace, for lack of a model of time, are in the order of priority.
+    """
+
+    def __init__(self, equal_prompts: EqualPrompts) -> None:
+        super().__init__("priority", equal_prompts)
+        self._requests: list[Request] = []
+        self._keys: list[tuple[int, float, int]] = []  # of `_requests`, ascending: class, moment, number
+        self._key_of: dict[Request, tuple[int, float, int]] = {}
+        self._number = 0
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._key_of
+
+    def add(self, request: Request) -> None:
+        pace = request.pace
+        if pace is None:
+            self._insert(request, _ON_TIME, request.queue_time)
+        elif pace.is_late:
+            self._insert(request, _LATE, pace.due)
+        else:
+            self._insert(request, _ON_TIME, pace.start_by)
+
+    def put_first(self, request: Request) -> None:
+        """Only without a pace does a preempted request go to the head."""
+        if request.pace is None:
+            self._insert(request, _HEAD, -float(self._number))
+        else:
+            self.add(request)
+
+    def remove(self, request: Request) -> None:
+        index = bisect_left(self._keys, self._key_of.pop(request))
+        del self._keys[index], self._requests[index]
+        self.num_held_back = min(self.num_held_back, len(self._requests))
+
+    def move(self, request: Request) -> None:
+        """Its pace has changed."""
+        self.remove(request)
+        self.add(request)
+
+    @property
+    def head(self) -> Request | None:
+        """Of those that are not late."""
+        return self._requests[0] if self._keys and self._keys[0][0] != _LATE else None
+
+    def on_time_after(self, request: Request, most: int) -> Sequence[Request]:
+        """Up to `most` requests that follow in the order and are not late."""
+        first = bisect_left(self._keys, self._key_of[request]) + 1
+        return self._requests[first : min(first + most, self._num_on_time)]
+
+    def overdue(self, now: float) -> Request | None:
+        """The late request that has waited the longest, if its wait is to end."""
+        index = self._num_on_time
+        return self._requests[index] if index < len(self._keys) and self._keys[index][1] < now else None
+
+    @property
+    def _num_on_time(self) -> int:
+        return bisect_left(self._keys, (_LATE,))
+
+    def _insert(self, request: Request, rank: int, moment: float) -> None:
+        self._number += 1
+        key = self._key_of[request] = (rank, moment, self._number)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._requests.insert(index, request)
+
+
+_HEAD, _ON_TIME, _LATE = -1, 0, 1
 
 
 def _goes_before(newcomer: Request, other: Request) -> bool:

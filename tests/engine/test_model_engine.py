@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from common.batch_time import BatchTime
 from common.config import EngineSettings
 from common.sampling import SamplingParams
+from common.targets import LatencyTargets
 from engine import messages as m
 from engine.core import EngineCore
 from engine.local.device import LocalDevice
@@ -19,6 +21,7 @@ from tests.engine.kernels.variants import best_and_slow_others, torch_best_and_s
 from tests.engine.test_model_families import VARIATIONS, greedy_of_transformers, model
 from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
 from tests.support.fake_device import add, assert_idle, run, tokens_of
+from tests.support.linear_time import linear_time
 
 _SWAPPED = ("llama", "gemma3")  # what is swapped differs by its layers' windows alone
 
@@ -38,14 +41,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def engine(path: Path, num_blocks: int, *, drafter: Drafter | None = None, **settings: object) -> EngineCore:
+def engine(
+    path: Path,
+    num_blocks: int,
+    *,
+    drafter: Drafter | None = None,
+    batch_time: BatchTime | None = None,
+    **settings: object,
+) -> EngineCore:
     values = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": num_blocks, "num_threads": 1, **settings}
     checked = EngineSettings.model_validate(values)
     runner = LocalDevice(path, checked)
     runner.kv_cache.fill_(float("nan"))
     ticks = iter(range(10**9))
     connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="test"))
-    return EngineCore(checked, runner, connector, lambda: float(next(ticks)), lambda: None, drafter=drafter)
+    return EngineCore(
+        checked,
+        runner,
+        connector,
+        lambda: float(next(ticks)),
+        lambda: None,
+        drafter=drafter,
+        batch_time=lambda: batch_time,
+    )
 
 
 def prompts(family: str) -> list[list[int]]:
@@ -76,6 +94,35 @@ def test_greedy_tokens_whatever_happens(models: Path, family: str, kernels: str,
     add(core, "warm", prompts(family)[3], params=params(40))
     events = run(core)
     assert tokens_of(events)["warm"] == wanted["3"]
+    assert_idle(core)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [9, 60])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_greedy_tokens_by_slack(models: Path, family: str, mode: str, num_blocks: int) -> None:
+    """Chunks of any size, decodes that sit out steps, and prompts that others overtake change no token."""
+    path = model(models, family)
+    core = engine(
+        path,
+        num_blocks,
+        batch_time=linear_time(1.0, 0.05),  # of a clock that goes on by a second at each look
+        max_model_len=128,
+        chunk_size=24,
+        queue_policy="slo",
+        preemption_mode=mode,
+        swap_space_gb=0.01,
+    )
+    targets = (None, LatencyTargets(60_000, 5_000), LatencyTargets(20_000, None), LatencyTargets(None, 3_000))
+    wanted, events = {}, []
+    for number, (prompt, asked) in enumerate(zip(prompts(family), targets, strict=True)):
+        wanted[str(number)] = greedy_of_transformers(path, tuple(prompt), 40)
+        add(core, str(number), prompt, params=params(40), targets=asked)
+        core.step()
+        events += core.take_events()
+    events += run(core)
+    assert tokens_of(events) == wanted
     assert_idle(core)
 
 

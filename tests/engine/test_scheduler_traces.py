@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from common.batch_time import BatchTime, StepShape
 from common.block_hash import root_hash
 from common.sampling import SamplingParams
+from common.targets import LatencyTargets
 from common.types import SampledToken
 from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
@@ -22,6 +24,7 @@ from engine.request import Request
 from engine.scheduling.schedule import SchedulerConfig, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 from kv_store.base import BlockRef
+from tests.support.linear_time import linear_time
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.trace"))
 
@@ -32,6 +35,7 @@ class Script:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.time = 0.0
+        self.model: BatchTime | None = None  # if times count, each step takes what it says; else a second
         self.scheduler: Scheduler | None = None
         self.waiting_room: WaitingRoom
 
@@ -67,13 +71,18 @@ class Script:
             eos_token_ids=frozenset(),
             preemption_mode=options.get("preemption", "recompute"),  # type: ignore[arg-type] # a word of the trace
             announce=options.get("announce", "chunk"),  # type: ignore[arg-type] # likewise
+            queue_policy=options.get("policy", "fcfs"),  # type: ignore[arg-type] # likewise
+            slo_late=options.get("late", "best-effort"),  # type: ignore[arg-type] # likewise
         )
+        if config.queue_policy == "slo":
+            self.model = linear_time(0.010, 0.001)
         self.waiting_room = WaitingRoom(blocks)
-        self.scheduler = Scheduler(config, blocks, self.waiting_room)
+        self.scheduler = Scheduler(config, blocks, self.waiting_room, lambda: self.model)
 
     def do_add(self, name: str, **options: str) -> None:
         first, last = map(int, options["prompt"].split(".."))
         assert self.scheduler is not None
+        ttft_ms, tpot_ms = (float(options[key]) if key in options else None for key in ("ttft", "tpot"))
         self.scheduler.add(
             Request(
                 request_id=name,
@@ -84,6 +93,7 @@ class Script:
                 mode=RequestMode(options.get("mode", "local")),
                 first_block=int(options.get("first_block", 0)),
                 num_stored_blocks=int(options.get("stored", 0)),
+                targets=None if ttft_ms is None and tpot_ms is None else LatencyTargets(ttft_ms, tpot_ms),
             )
         )
 
@@ -92,9 +102,14 @@ class Script:
         assert self.scheduler is not None
         asked = {name: tuple(map(int, words.split("/"))) for name, words in num_drafted.items()}
         for _ in range(int(times)):
-            self.time += 1
+            if self.model is None:
+                self.time += 1
             drafts = {one: [0] * asked[one.request_id][0] for one in self.scheduler.decodes if one.request_id in asked}
             output = self.scheduler.schedule(self.time, drafts)
+            for late in output.late:
+                self.say(f"{late.request.request_id} is late{', refused' * late.is_refused}: {late.reason}")
+            at = "" if self.model is None else f"{1000 * self.time:.0f} ms: "
+            self.time += self.seconds(output)
             tokens = [
                 [SampledToken(0)] * (1 + min(asked[request.request_id][1], len(output.drafts[request])))
                 if request in output.drafts
@@ -102,7 +117,7 @@ class Script:
                 for request, num_new in output.num_tokens.items()
             ]
             result = self.scheduler.update(output, tokens)
-            self.say(self.describe(output))
+            self.say(at + self.describe(output))
             for publish in [*output.publishes, *result.publishes]:
                 indexes = [block.index for block in publish.blocks]
                 self.say(f"  {publish.request.request_id} publishes blocks {indexes}")
@@ -112,6 +127,15 @@ class Script:
             assert self.scheduler.check_integrity() == []
         blocks = self.scheduler.blocks
         self.say(f"  {blocks.num_empty_blocks} empty, {blocks.num_cached_blocks} cached of {blocks.num_blocks} blocks")
+
+    def seconds(self, output: SchedulerOutput) -> float:
+        """That the step takes by the model of time, if there is one."""
+        num_tokens = sum(output.num_tokens.values())
+        return (
+            0.0
+            if self.model is None or not num_tokens
+            else self.model.seconds(StepShape(num_chunks=1, chunk_tokens=num_tokens))
+        )
 
     def describe(self, output: SchedulerOutput) -> str:
         parts = [

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.client.report import Result
 from common.batch_time import StepShape
 from common.config import EngineSettings
+from common.errors import OverloadedError
 from common.sampling import SamplingParams
+from common.targets import LatencyTargets
 from engine.sampling.draws import draw
 from engine.simulated.data_sheet import simulated_time
 from engine.simulated.device import SimulatedDevice
@@ -25,8 +28,14 @@ NUM_TOKENS = 24
 LIKELIEST = draw(SamplingParams(temperature=0.0), 0)
 
 
-def start(folder: Path, connector: str, prefill: int, decode: int) -> Fleet:
-    flags = ("--device=simulated", "--simulated-time=xeon-135m", f"--connector={connector}", "--max-model-len=2048")
+def start(folder: Path, connector: str, prefill: int, decode: int, *more: str) -> Fleet:
+    flags = (
+        "--device=simulated",
+        "--simulated-time=xeon-135m",
+        f"--connector={connector}",
+        "--max-model-len=2048",
+        *more,
+    )
     return tiny_fleet(folder, *flags, prefill=prefill, decode=decode, router_flags=("--min-remote-tokens=1",))
 
 
@@ -79,6 +88,25 @@ def test_a_killed_worker_s_answer_goes_on_elsewhere(tmp_path: Path) -> None:
         kill(fleet.busy("decode").process)
         assert list(answer.result().token_ids)[:NUM_TOKENS] == expected
         assert answer.result().report.num_migrations == 1
+
+
+def test_a_worker_refuses_who_cannot_meet_its_latency_targets(tmp_path: Path) -> None:
+    prompt = random_prompt(random.Random(6), 900)
+    fleet = start(tmp_path, "shared_storage", 0, 1, "--queue-policy=slo", "--slo-late=refuse")
+    with running(fleet), fleet.client() as client:
+
+        def ask(ttft_ms: float, request_id: str) -> Result:
+            targets = LatencyTargets(ttft_ms=ttft_ms, tpot_ms=10_000)
+            return client.generate(
+                prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, slo=targets, request_id=request_id
+            ).result()
+
+        with pytest.raises(OverloadedError, match="latency targets cannot be met here any more: its first token takes"):
+            ask(1, "hopeless")
+        assert list(ask(3_600_000, "in time").token_ids) == reference(tmp_path, prompt)
+        fleet.settle()
+    (line,) = [line for line in fleet.logs().splitlines() if "cannot meet its latency targets" in line]
+    assert "hopeless" in line
 
 
 def test_a_fleet_is_as_fast_as_its_model_says(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 import torch
 
+from common.batch_time import BatchTime
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
@@ -166,6 +167,7 @@ def make_core(
     epoch: str = "e1",
     drafter: Drafter | None = None,
     clock: Callable[[], float] | None = None,
+    batch_time: BatchTime | None = None,
     **settings: object,
 ) -> tuple[EngineCore, FakeDevice]:
     """An engine on the fake model; `settings` as in `EngineSettings`. Its clock goes on by a second each time it is
@@ -181,6 +183,7 @@ def make_core(
         wake=lambda: None,
         store=store,
         drafter=drafter,
+        batch_time=lambda: batch_time,
     )
     device.requests = core.scheduler.requests.values
     return core, device

@@ -1,0 +1,350 @@
+"""`--queue-policy slo`: who is computed when, on a device whose steps take 10 ms and one more for each token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.batch_time import BatchTime
+from common.config import EngineSettings
+from common.sampling import SamplingParams
+from common.targets import LatencyTargets
+from engine import messages as m
+from engine.core import EngineCore
+from engine.scheduling.slack import BEST_EFFORT_S
+from kv_store.base import ConnectorConfig
+from kv_store.memory import MemoryConnector
+from tests.support.fake_device import BLOCK_SIZE, TimedDevice, add, assert_idle, make_core, reference, run, tokens_of
+from tests.support.linear_time import linear_time
+
+TIME = linear_time(0.010, 0.001)
+
+
+class Timed:
+    """An engine, and when its tokens came."""
+
+    def __init__(self, *, time: BatchTime | None = TIME, num_blocks: int = 500, **options: object) -> None:
+        self.time = time
+        self.device = TimedDevice(lambda step: (time or TIME).seconds(step.shape), num_blocks)
+        self.core = EngineCore(
+            EngineSettings.model_validate({"block_size": BLOCK_SIZE, "queue_policy": "slo", **options}),
+            self.device,
+            MemoryConnector(ConnectorConfig(epoch="e1", worker_id="timed")),
+            lambda: self.device.now,
+            lambda: None,
+            batch_time=lambda: self.time,
+        )
+        self.token_times: dict[str, list[float]] = {}
+        self.preempted: dict[str, int] = {}
+        self.failures: dict[str, m.RequestFailed] = {}
+        self._numbers = itertools.count()
+
+    def ask(
+        self,
+        request_id: str,
+        num_prompt: int,
+        max_tokens: int = 1,
+        *,
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        age_s: float = 0.0,
+        priority: int = 0,
+    ) -> None:
+        number = next(self._numbers)
+        add(
+            self.core,
+            request_id,
+            [number] * num_prompt,
+            params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            targets=None if ttft_ms is None and tpot_ms is None else LatencyTargets(ttft_ms, tpot_ms),
+            asked_time=self.device.now - age_s,
+            priority=priority,
+        )
+
+    def step(self, times: int = 1) -> bool:
+        for _ in range(times):
+            if not self.core.step():
+                return False
+            for event in self.core.take_events():
+                if isinstance(event, m.TokensGenerated):
+                    self.token_times.setdefault(event.request_id, []).extend([self.device.now] * len(event.tokens))
+                    self.preempted[event.request_id] = event.num_preemptions
+                elif isinstance(event, m.RequestFailed):
+                    self.failures[event.request_id] = event
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+        self.step()
+        assert_idle(self.core)
+
+    @property
+    def order(self) -> list[str]:
+        """Ids in the order of their first tokens."""
+        return list(self.token_times)
+
+    def tpot_ms(self, request_id: str) -> float:
+        times = self.token_times[request_id]
+        return 1000 * (times[-1] - times[0]) / (len(times) - 1)
+
+
+def test_the_least_slack_is_first() -> None:
+    engine = Timed(max_num_seqs=1)
+    engine.ask("runs", 10, 5)
+    engine.step()
+    engine.ask("whenever", 10)
+    engine.ask("later", 10, ttft_ms=5000)
+    engine.ask("soon", 10, ttft_ms=500)
+    engine.ask("old", 10, ttft_ms=5000, age_s=4.6)
+    engine.run()
+    assert engine.order == ["runs", "old", "soon", "later", "whenever"]
+
+
+def test_a_long_prompt_has_less_slack_than_a_short_one_of_the_same_target() -> None:
+    engine = Timed(max_num_seqs=1)
+    engine.ask("runs", 10, 5)
+    engine.step()
+    engine.ask("short", 10, ttft_ms=1000)
+    engine.ask("long", 400, ttft_ms=1000)
+    engine.run()
+    assert engine.order == ["runs", "long", "short"]
+
+
+def test_running_and_waiting_prompts_are_in_one_order() -> None:
+    """A newcomer overtakes a prompt of which chunks are computed already."""
+    engine = Timed(max_num_batched_tokens=64, chunk_size=64)
+    engine.ask("long", 640)
+    engine.step(2)
+    engine.ask("urgent", 100, ttft_ms=300)
+    engine.run()
+    assert engine.order == ["urgent", "long"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "slo"])
+def test_a_decode_keeps_its_pace_beside_a_long_prompt(policy: str) -> None:
+    engine = Timed(queue_policy=policy)
+    engine.ask("chat", 10, 60, tpot_ms=50)
+    engine.step(3)
+    engine.ask("long", 1000)
+    engine.run()
+    times = engine.token_times["chat"]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    if policy == "fcfs":
+        assert max(gaps) > 0.5
+        return
+    assert engine.tpot_ms("chat") <= 50
+    assert max(gaps) <= 2 * 0.050
+    assert engine.token_times["long"][0] < times[-1], "the prompt went on beside it"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "slo"])
+def test_newcomers_wait_while_one_more_decode_would_cost_the_others_their_target(policy: str) -> None:
+    engine = Timed(queue_policy=policy)
+    names = [str(number) for number in range(20)]
+    for name in names:
+        engine.ask(name, 4, 30, tpot_ms=20)
+    engine.run()
+    worst = max(map(engine.tpot_ms, names))
+    assert worst > 20 if policy == "fcfs" else worst <= 20
+
+
+def test_best_effort_sits_out_steps_that_would_be_too_long_with_it() -> None:
+    engine = Timed()
+    for number in range(20):
+        engine.ask(f"best effort {number}", 4, 60)
+    engine.step(2)
+    engine.ask("urgent", 4, 40, ttft_ms=1000, tpot_ms=20)
+    engine.run()
+    assert engine.token_times["urgent"][0] < engine.token_times["best effort 0"][-1]
+    assert engine.tpot_ms("urgent") <= 20
+    gaps = [later - earlier for times in engine.token_times.values() for earlier, later in itertools.pairwise(times)]
+    assert max(gaps) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        ({"ttft_ms": 100.0}, "its first token takes another 110 ms and is due in 100 ms"),
+        ({"ttft_ms": 500.0, "age_s": 0.45}, "its first token takes another 110 ms and is due in 50 ms"),
+        ({"ttft_ms": 500.0, "tpot_ms": 5.0}, "no step is as short as its target for a token, 5 ms"),
+    ],
+)
+@pytest.mark.parametrize("late", ["refuse", "best-effort"])
+def test_who_cannot_be_in_time_is_refused_or_served_as_best_effort(
+    late: str, targets: dict[str, float], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = Timed(slo_late=late)
+    engine.ask("late", 100, 3, **targets)
+    engine.ask("in time", 10, 3, ttft_ms=500)
+    engine.run()
+    (record,) = [one for one in caplog.records if "latency targets" in one.message]
+    assert vars(record)["request_id"] == "late"
+    assert vars(record)["reason"] == reason
+    assert len(engine.token_times["in time"]) == 3
+    if late == "refuse":
+        failure = engine.failures["late"]
+        assert failure.grpc_code == "RESOURCE_EXHAUSTED"
+        assert reason in failure.reason
+        assert "late" not in engine.token_times
+    else:
+        assert not engine.failures
+        assert len(engine.token_times["late"]) == 3
+
+
+def test_who_waited_until_it_cannot_be_in_time_is_refused_then() -> None:
+    engine = Timed(slo_late="refuse", max_num_seqs=1)
+    engine.ask("runs", 10, 50, tpot_ms=1000)
+    engine.step()
+    engine.ask("waits", 100, ttft_ms=300)
+    engine.step(5)
+    assert not engine.failures
+    engine.run()
+    assert "its first token takes another 110 ms" in engine.failures["waits"].reason
+    assert len(engine.token_times["runs"]) == 50
+
+
+def test_a_prompt_that_makes_several_others_late_goes_after_them() -> None:
+    engine = Timed(max_num_seqs=1, chunk_size=2048)
+    engine.ask("runs", 10, 2)
+    engine.step()
+    engine.ask("huge", 1500, ttft_ms=1700)
+    for number in range(4):
+        engine.ask(str(number), 100, ttft_ms=1000)
+    engine.run()
+    assert engine.order == ["runs", "0", "1", "2", "3", "huge"]
+
+
+def test_nobody_starves() -> None:
+    """Prompts with targets come faster than they can be computed; one without any is answered nevertheless."""
+    time = linear_time(0.1, 0.01)
+    engine = Timed(time=time, slo_late="refuse", max_num_seqs=4, max_num_batched_tokens=128, chunk_size=128)
+    engine.ask("patient", 300, 4)
+    numbers = itertools.count()
+    while len(engine.token_times.get("patient", ())) < 4:
+        for _ in range(3):
+            engine.ask(str(next(numbers)), 100, ttft_ms=10_000, tpot_ms=3000)
+        engine.step()
+        assert engine.device.now < 2 * BEST_EFFORT_S
+    assert engine.device.now > BEST_EFFORT_S / 2, "those with targets went first"
+    engine.run()
+    assert engine.failures
+
+
+def test_best_effort_makes_room_for_a_request_with_targets_once() -> None:
+    engine = Timed(max_num_seqs=2)
+    engine.ask("long", 10, 200)
+    engine.step()
+    engine.ask("longer", 10, 300)
+    engine.step(3)
+    engine.ask("urgent", 10, 20, ttft_ms=400)
+    engine.step()
+    assert not engine.core.scheduler.requests["longer"].num_preemptions, "the others may end by themselves"
+    engine.run()
+    assert engine.token_times["urgent"][0] < 0.5
+    assert (engine.preempted["long"], engine.preempted["longer"], engine.preempted["urgent"]) == (0, 1, 0)
+    assert [len(engine.token_times[name]) for name in ("long", "longer")] == [200, 300]
+
+
+def test_the_request_with_the_most_slack_is_preempted() -> None:
+    engine = Timed(num_blocks=24)
+    engine.ask("chat", 8, 30, ttft_ms=1000, tpot_ms=40)
+    engine.ask("whenever", 8, 30)
+    engine.ask("other chat", 8, 30, ttft_ms=1000, tpot_ms=40)
+    engine.run()
+    assert engine.preempted["whenever"] > 0
+    assert engine.preempted["chat"] == engine.preempted["other chat"] == 0
+
+
+def test_without_a_model_of_time_requests_are_in_the_order_of_priority() -> None:
+    engine = Timed(time=None, max_num_seqs=1)
+    engine.ask("runs", 10, 5)
+    engine.step()
+    engine.ask("later", 10, ttft_ms=100)
+    engine.ask("sooner", 10, priority=-1)
+    engine.run()
+    assert engine.order == ["runs", "sooner", "later"]
+
+
+def test_a_model_of_time_that_comes_late_changes_the_order() -> None:
+    engine = Timed(time=None, max_num_seqs=1)
+    engine.ask("runs", 10, 9, tpot_ms=50)
+    engine.step()
+    engine.ask("whenever", 10, 2)
+    engine.ask("soon", 10, 2, ttft_ms=500)
+    engine.step()
+    engine.time = TIME
+    engine.run()
+    assert engine.order == ["runs", "soon", "whenever"]
+
+
+def test_what_the_host_adds_to_a_step_is_learned() -> None:
+    """Steps take 5 ms longer than the device says. Decodes keep their pace all the same."""
+    engine = Timed()
+    engine.ask("chat", 10, 100, tpot_ms=50)
+    engine.step(3)
+    engine.ask("long", 1500)
+    while engine.core.scheduler.has_work:
+        engine.step()
+        engine.device.now += 0.005
+    assert engine.tpot_ms("chat") <= 50
+    assert_idle(engine.core)
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 40),  # tokens of the prompt
+        st.integers(1, 12),  # of the answer
+        st.sampled_from((None, 2_000.0, 20_000.0, 200_000.0)),  # TTFT in ms, of a clock that goes on by a second a look
+        st.sampled_from((None, 1_500.0, 10_000.0)),
+        st.integers(0, 6),  # steps until the next one comes
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    asked=requests,
+    num_blocks=st.sampled_from((16, 24, 60)),
+    mode=st.sampled_from(("recompute", "swap")),
+    late=st.sampled_from(("refuse", "best-effort")),
+    seed=st.integers(0, 99),
+)
+def test_any_mixture_gives_the_reference_answers_or_is_refused(
+    asked: list[tuple[int, int, float | None, float | None, int]], num_blocks: int, mode: str, late: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    core, _ = make_core(
+        num_blocks=num_blocks,
+        queue_policy="slo",
+        slo_late=late,
+        preemption_mode=mode,
+        swap_space_gb=1e-5,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        chunk_size=16,
+        batch_time=linear_time(1.0, 0.2),
+    )
+    wanted: dict[str, list[int]] = {}
+    events: list[m.Event] = []
+    for number, (num_prompt, num_tokens, ttft_ms, tpot_ms, num_steps) in enumerate(asked):
+        prompt = [rng.randrange(20) for _ in range(num_prompt)]
+        targets = None if ttft_ms is None and tpot_ms is None else LatencyTargets(ttft_ms, tpot_ms)
+        add(core, str(number), prompt, max_tokens=num_tokens, targets=targets, priority=rng.choice((0, 0, 3)))
+        wanted[str(number)] = reference(prompt, num_tokens)
+        for _ in range(num_steps):
+            core.step()
+            assert core.scheduler.check_integrity() == []
+            events += core.take_events()
+    events += run(core)
+    refused = {event.request_id for event in events if isinstance(event, m.RequestFailed)}
+    assert late == "refuse" or not refused
+    assert tokens_of(events) == {name: tokens for name, tokens in wanted.items() if name not in refused}
+    assert_idle(core)
