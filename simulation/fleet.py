@@ -18,9 +18,11 @@ from common.block_hash import block_hashes, root_hash
 from common.config import EngineSettings
 from common.errors import UnavailableError
 from common.sampling import SamplingParams
+from common.targets import LatencyTargets
 from common.traffic.requests import TrafficRequest
 from common.types import WorkerLoad, WorkerRole
 from engine import messages as m
+from engine.scheduling.schedule import LateRequest
 from engine.simulated.data_sheet import SimulatedTime
 from router.autoscaler.fleet_load import prompt_rate
 from router.policy.base import Policy, RoutingDecision
@@ -47,6 +49,7 @@ class FleetOptions:
     tells_times: bool = True  # workers say how long their steps take, so that the router counts in seconds
     lends: bool = True  # decode workers lend what they have of a prompt
     scaling: ScalingOptions | None = None  # None: the fleet stays as it is
+    targets: LatencyTargets | None = None  # of all requests; only `--queue-policy slo` looks at them
 
 
 @dataclass(slots=True, eq=False)
@@ -174,6 +177,8 @@ class Fleet:
             sampling_params=_greedy(request.num_output_tokens),
             mode=m.RequestMode.REMOTE if decision.prefill else m.RequestMode.LOCAL,
             min_remote_tokens=decision.min_remote_tokens,
+            targets=self._options.targets,
+            asked_time=outcome.at,
         )
         self._send(member.worker, command)
 
@@ -202,6 +207,8 @@ class Fleet:
                     mode=m.RequestMode.PREFILL,
                     first_block=first_block,
                     num_lendable_blocks=first_block if self._options.lends else 0,
+                    targets=self._options.targets,
+                    asked_time=outcome.at,
                 )
                 self._send(one.prefill, command)
             case m.BlocksFetched():
@@ -284,6 +291,7 @@ class Fleet:
             emit=self._take_in,
             report_load=self._report_load,
             report_blocks=self._report_blocks,
+            report_late=self._report_late,
         )
         self._members[address] = _Member(worker, self._clock.now)
         worker.report()
@@ -333,6 +341,11 @@ class Fleet:
     def _report_load(self, worker: SimulatedWorker, load: WorkerLoad) -> None:
         if worker.address in self._members:
             self._router.report_load(worker.address, load, self._clock.now)
+
+    def _report_late(self, late: LateRequest) -> None:
+        """A worker holds the targets of a request for missed, and refuses it or serves it after all."""
+        if one := self._on_their_way.get(late.request.request_id):
+            one.outcome.was_late = True
 
     def _report_blocks(self, worker: SimulatedWorker, stored: bytes, removed: bytes) -> None:
         if worker.address in self._members:

@@ -27,6 +27,7 @@ class RequestOutcome:
     decode: str = ""
     prefill: str = ""  # empty: the decode worker computed the prompt
     failure: str = ""
+    was_late: bool = False  # a worker held its targets for missed: it is refused, or served as best effort
 
     @property
     def tpot_s(self) -> float | None:
@@ -82,6 +83,10 @@ class Outcome:
             "request_goodput": num_good / self.seconds,
             "good_share": num_good / max(len(self.requests), 1),
         }
+        if num_late := sum(one.was_late for one in self.requests):
+            found["late"] = num_late
+            # Served after all, these met every target.
+            found["late_but_good"] = sum(one.was_late and slo.is_met(one) for one in served)
         for name, value_of in MEASURES.items():
             values = sorted(value for one in served if (value := value_of(one)) is not None)
             if values:

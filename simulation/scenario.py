@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.config import EngineSettings, SimulateSettings, TrafficSettings
 from common.errors import ConfigError
+from common.targets import LatencyTargets
 from common.traffic import arrivals, sizes
 from common.traffic.made import conversations, independent
 from common.traffic.requests import TrafficRequest
@@ -166,7 +167,7 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
             name: getattr(settings, name)
             for name in (
                 *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "chunk_size"),
-                *("announce", "enable_prefix_caching"),
+                *("announce", "enable_prefix_caching", "queue_policy", "slo_late"),
             )
         }
     )
@@ -196,6 +197,17 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         tells_times=settings.router_times,
         lends=settings.lend_blocks,
         scaling=_scaling(settings) if settings.autoscale else None,
+        targets=_targets(slo_of(settings.goodput)),
+    )
+
+
+def _targets(slo: Slo) -> LatencyTargets | None:
+    """What requests ask for: what a good request keeps, but for the time of its whole answer."""
+    if slo.ttft_s is None and slo.tpot_s is None:
+        return None
+    return LatencyTargets(
+        ttft_ms=None if slo.ttft_s is None else 1000 * slo.ttft_s,
+        tpot_ms=None if slo.tpot_s is None else 1000 * slo.tpot_s,
     )
 
 

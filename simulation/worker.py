@@ -18,7 +18,7 @@ from common.config import EngineSettings
 from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole
 from engine import messages as m
 from engine.core import BegunStep, EngineCore
-from engine.scheduling.schedule import SchedulerOutput
+from engine.scheduling.schedule import LateRequest, SchedulerOutput
 from simulation.clock import VirtualClock
 from simulation.device import VirtualDevice
 from simulation.link import Link
@@ -74,6 +74,7 @@ class SimulatedWorker:
         emit: Callable[[SimulatedWorker, m.Event], None],
         report_load: Callable[[SimulatedWorker, WorkerLoad], None],
         report_blocks: Callable[[SimulatedWorker, bytes, bytes], None],
+        report_late: Callable[[LateRequest], None],
     ) -> None:
         """`host_s`: seconds between two steps, in which the device waits for the engine."""
         self.address = address
@@ -88,6 +89,7 @@ class SimulatedWorker:
         self._emit = emit
         self._report_load = report_load
         self._report_blocks = report_blocks
+        self._report_late_request = report_late
         self._begun: BegunStep | None = None
         self._leap: _Leap | None = None
         self._steps_begun = 0  # and leaps: tells the end of one that was cut short
@@ -96,7 +98,7 @@ class SimulatedWorker:
         self._has_changed = True  # since its load was reported
         self._load_due = self._blocks_due = 0.0  # when the next report may be made
         self._is_report_due = False  # a call that makes it is due
-        self.core = EngineCore(settings, device, link, clock, self._wake)
+        self.core = EngineCore(settings, device, link, clock, self._wake, batch_time=lambda: device.time)
 
     @property
     def load(self) -> WorkerLoad:
@@ -143,14 +145,20 @@ class SimulatedWorker:
         self._is_turn_due = False
         if self._begun is not None or self._leap is not None:
             return
-        output = self.core.prepare()
-        self._send()
+        output = self._prepare()
         num_steps = self._num_leapt(output)
         if num_steps > 1:
             self._begin_leap(num_steps)
         else:
             self._begin(output)
         self.report()
+
+    def _prepare(self) -> SchedulerOutput:
+        output = self.core.prepare()
+        for late in output.late:
+            self._report_late_request(late)
+        self._send()
+        return output
 
     def _begin(self, output: SchedulerOutput, ends_at: float | None = None) -> None:
         begun = self.core.begin(output)
@@ -222,8 +230,7 @@ class SimulatedWorker:
         num_done = leap.num_done(self._clock.now)
         self._end_leap(num_done)
         if num_done < leap.num_steps:
-            output = self.core.prepare()
-            self._send()
+            output = self._prepare()
             self._begin(output, leap.start + leap.seconds(num_done + 1))
 
     # ---------------------------------------------------------------------------------------------- messages

@@ -216,6 +216,53 @@ def test_a_worker_that_starts_after_the_end_is_paid_until_the_end() -> None:
     assert sum(outcome.paid_s.values()) == pytest.approx(expected)
 
 
+OVERLOAD: dict[str, object] = {
+    "prefill": 0,
+    "decode": 0,
+    "both": 1,
+    "times": "xeon-135m",
+    "rate": 5.0,
+    "requests": 60,
+    "prompt_tokens": 800,
+    "output_tokens": 40,
+    "length_sigma": 0.6,
+    "block_size": 64,
+    "goodput": "ttft:2000,tpot:60",
+}
+
+
+def test_more_answers_are_in_time_by_slack_than_by_arrival() -> None:
+    """A good answer keeps both targets. Requests that are called late are served after all, and none is in time."""
+    made = SimulateSettings.model_validate(OVERLOAD)
+    fcfs, slo, again, refusing = (
+        run(made.model_copy(update=update))[0]
+        for update in (
+            {},
+            {"queue_policy": "slo"},
+            {"queue_policy": "slo"},
+            {"queue_policy": "slo", "slo_late": "refuse"},
+        )
+    )
+    assert slo.figures["good_share"] >= 1.5 * fcfs.figures["good_share"]
+    assert refusing.figures["good_share"] >= slo.figures["good_share"]
+    assert "late" not in fcfs.figures
+    assert slo.figures["late"] > 0
+    assert (slo.figures["late_but_good"], slo.figures["failed"]) == (0, 0), "nobody would have been refused wrongly"
+    assert refusing.figures["failed"] == refusing.figures["late"] > 0
+    assert slo.figures == again.figures
+
+
+@pytest.mark.slow
+def test_prefill_and_decode_workers_go_by_slack() -> None:
+    """A prefill worker has the targets from the decode worker, and refuses nobody. All blocks are free in the end."""
+    fleet = {"prefill": 1, "decode": 1, "both": 0, "rate": 5.0, "requests": 60}
+    made = SimulateSettings.model_validate({**OVERLOAD, **fleet})
+    fcfs, slo = (run(made.model_copy(update={"queue_policy": policy}))[0] for policy in ("fcfs", "slo"))
+    assert slo.figures["good_share"] >= 1.2 * fcfs.figures["good_share"]
+    assert slo.figures["failed"] == slo.figures["late_but_good"] == 0
+    served(traffic(made), **OVERLOAD | fleet, queue_policy="slo")
+
+
 def test_figures_are_json(tmp_path: Path) -> None:
     (result,) = run(SimulateSettings.model_validate({"requests": 3, "goodput": "ttft:1000,tpot:0.001"}))
     figures = json.loads(json.dumps(result.figures))
