@@ -114,7 +114,7 @@ class SlackPolicy:
             pace.due = pace.next_due if pace.tpot_s is not None else pace.token_at + RESUME_S
             pace.has_target, pace.is_late = pace.tpot_s is not None, False
         self._predict_work(request, pace)
-        if pace.has_target and request.scheduled_time is None and not request.num_output_tokens:
+        if request.scheduled_time is None and not request.num_output_tokens:
             self._watch(request, pace)
 
     def _new_pace(self, request: Request) -> Pace:
@@ -183,7 +183,8 @@ class SlackPolicy:
         too_late = pace.target_due - pace.work_s
         if pace.tpot_s is not None and self._decode_s(request.num_tokens) * (1 - PACE_MARGIN) > pace.tpot_s:
             too_late = -math.inf
-        heapq.heappush(self._watched, (too_late, next(self._numbers), request))
+        if too_late < math.inf:
+            heapq.heappush(self._watched, (too_late, next(self._numbers), request))
 
     def take_late(self, queue: SlackQueue, now: float) -> list[LateRequest]:
         """Newcomers that cannot meet their targets any more, even alone. They are best effort from now on, or have to
@@ -197,7 +198,7 @@ class SlackPolicy:
             pace = request.pace
             if pace is None or pace.is_told or request.scheduled_time is not None or request not in queue:
                 continue
-            if math.isinf(too_late):
+            if math.isinf(too_late):  # its TPOT target
                 tpot_ms = 1000 * (pace.tpot_s or 0.0) / (1 - PACE_MARGIN)
                 reason = f"no step is as short as its target for a token, {tpot_ms:g} ms"
                 pace.tpot_s = None

@@ -172,6 +172,7 @@ def test_best_effort_sits_out_steps_that_would_be_too_long_with_it() -> None:
         ({"ttft_ms": 100.0}, "its first token takes another 110 ms and is due in 100 ms"),
         ({"ttft_ms": 500.0, "age_s": 0.45}, "its first token takes another 110 ms and is due in 50 ms"),
         ({"ttft_ms": 500.0, "tpot_ms": 5.0}, "no step is as short as its target for a token, 5 ms"),
+        ({"tpot_ms": 5.0}, "no step is as short as its target for a token, 5 ms"),
     ],
 )
 @pytest.mark.parametrize("late", ["refuse", "best-effort"])
