@@ -161,6 +161,13 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel("Preemptions", "ops", ((rate("baton_worker_preemptions_total", DECODE, "pod"), "{{pod}}"),)),
         Panel(
+            "Too late for their targets",
+            "ops",
+            ((rate("baton_worker_late_requests_total", DECODE, "outcome"), "{{outcome}}"),),
+            "Waiting requests that could not meet their latency targets any more (--queue-policy slo): refused, or "
+            "served as best effort.",
+        ),
+        Panel(
             "Drafted tokens",
             "ops",
             ((rate("baton_worker_draft_tokens_total", DECODE, "outcome"), "{{outcome}}"),),

@@ -103,7 +103,7 @@ def test_a_worker_refuses_who_cannot_meet_its_latency_targets(tmp_path: Path) ->
 
         with pytest.raises(OverloadedError, match="latency targets cannot be met here any more: its first token takes"):
             ask(1, "hopeless")
-        assert list(ask(3_600_000, "in time").token_ids) == reference(tmp_path, prompt)
+        assert list(ask(3_600_000, "in-time").token_ids) == reference(tmp_path, prompt)
         fleet.settle()
     (line,) = [line for line in fleet.logs().splitlines() if "cannot meet its latency targets" in line]
     assert "hopeless" in line
