@@ -346,6 +346,7 @@ def test_priority_reaches_the_engine(model_dir: Path, monkeypatch: pytest.Monkey
 def test_targets_reach_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     soon = LatencyTargets(ttft_ms=5)
     asked = commands(llm, monkeypatch, lambda llm: llm.generate(["a", "b"], use_tqdm=False, slo=[soon, None]))
+    asked += commands(llm, monkeypatch, lambda llm: llm.generate(["a", "b"], use_tqdm=False, slo=[None, soon]))
     asked += commands(llm, monkeypatch, lambda llm: llm.chat("hello", use_tqdm=False, slo=soon))
     assert [one.targets for one in asked] == [soon, None, soon]
 
