@@ -41,7 +41,7 @@ export function millis(ms) {
 export const percent = (share) => (Number.isFinite(share) ? `${Math.round(100 * share)} %` : "–");
 export const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString();
 
-// A table whose head sorts: `columns` are {title, value(row), show(row)?, number?}.
+// A table whose head sorts: `columns` are {title, value(row), show(row)?, number?, class?}.
 export class SortedTable {
   constructor(columns, { caption, key, picked }) {
     this.columns = columns;
@@ -90,7 +90,7 @@ export class SortedTable {
     }
     for (const [place, { node }] of before) if (!this.shown.has(place)) node.remove();
     this.order();
-    if (focused && document.activeElement !== focused) (focused.isConnected ? focused : focusedRow.querySelector("button"))?.focus();
+    if (focused && document.activeElement !== focused) (focused.isConnected ? focused : focusedRow.querySelector("a, button"))?.focus();
   }
 
   // Only rows that change their place are moved: a click on a row that is moved between press and release is lost.
