@@ -11,22 +11,22 @@ latencies in seconds by what was asked, and the failures in words.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.error import HTTPError
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client.sync_client import Client
+from bench.load.http import Head, HttpConnections, request
 from bench.processes import ready_client
-from common.errors import BatonError, OverloadedError
+from common.errors import BatonError, InternalError, OverloadedError
 
 PATIENCE_S = 60.0
 PAUSE_S = 0.05  # between two questions
@@ -54,10 +54,9 @@ class QuietClient:
 class _Asker:
     def __init__(self, grpc_address: str, http_url: str, api_key: str) -> None:
         self._url = http_url
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self._client = Client(grpc_address, timeout=PATIENCE_S, api_key=api_key or None)
         self._channel = grpc.insecure_channel(grpc_address, options=[("grpc.enable_http_proxy", 0)])
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.latencies_s: dict[str, list[float]] = {"grpc": [], "rest": [], "grpc health": [], "http health": []}
         self.failures: list[str] = []
 
@@ -66,7 +65,7 @@ class _Asker:
             ("grpc", self._generate),
             ("rest", self._complete),
             ("grpc health", self._check),
-            ("http health", lambda: self._get("/health")),
+            ("http health", lambda: self._ask("GET", "/health")),
         ):
             begin = time.monotonic()
             try:
@@ -84,7 +83,7 @@ class _Asker:
 
     def _complete(self) -> None:
         body = {"prompt": "Hello", "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0.0}
-        answer = json.loads(self._get("/v1/completions", json.dumps(body).encode()))
+        answer = json.loads(self._ask("POST", "/v1/completions", json.dumps(body).encode()))
         if answer["usage"]["completion_tokens"] != MAX_TOKENS:
             raise ValueError(str(answer["usage"]))
 
@@ -94,16 +93,23 @@ class _Asker:
         if status != health_pb2.HealthCheckResponse.SERVING:
             raise ValueError(f"health is {status}")
 
-    def _get(self, path: str, body: bytes | None = None) -> bytes:
-        headers = {**self._headers, "content-type": "application/json"}
-        request = urllib.request.Request(self._url + path, body, headers)
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        head, answer = asyncio.run(self._answer(request(method, path, body, api_key=self._api_key)))
+        if head.status == 200:
+            return answer
+        reason = f"{head.status} {head.phrase}"
+        if head.status in (429, 503) and (delay := head.fields.get("retry-after")):
+            raise OverloadedError(reason, retry_after_s=float(delay))
+        raise InternalError(reason)
+
+    async def _answer(self, asked: bytes) -> tuple[Head, bytes]:
+        """On a new connection: whether the server takes one is part of the question."""
+        connections = HttpConnections(self._url)
         try:
-            with self._opener.open(request, timeout=PATIENCE_S) as answer:
-                return bytes(answer.read())
-        except HTTPError as error:
-            if error.code in (429, 503) and (delay := error.headers.get("retry-after")):
-                raise OverloadedError(str(error), retry_after_s=float(delay)) from None
-            raise
+            async with asyncio.timeout(PATIENCE_S):
+                return await connections.whole(asked)
+        finally:
+            connections.close()
 
 
 def _patiently(ask: Callable[[], object], give_up_at: float) -> None:

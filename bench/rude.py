@@ -7,8 +7,8 @@ It goes on until its standard input ends, whatever it is answered.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
 import os
 import random
 import socket
@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 import grpc
 
+from bench.load.http import HttpConnections, request
+from common.errors import BatonError
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 GENERATE = b"/baton.v1.InferenceService/Generate"
@@ -32,7 +34,8 @@ NUM_THREADS = 8
 class Rude:
     def __init__(self, grpc_address: str, http_url: str, api_key: str) -> None:
         self._grpc = grpc_address
-        self._http = http_url.removeprefix("http://")
+        self._url, self._http = http_url, http_url.removeprefix("http://")
+        self._api_key = api_key
         self._authorization = f"Bearer {api_key}"
         self._channel = grpc.insecure_channel(grpc_address, options=[("grpc.enable_http_proxy", 0)])
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -87,10 +90,13 @@ class Rude:
         self._slow.append(connection)
 
     def _post(self, body: bytes) -> None:
-        connection = http.client.HTTPConnection(self._http, timeout=60)
-        with contextlib.closing(connection):
-            connection.request("POST", "/v1/chat/completions", body, {"Authorization": self._authorization})
-            connection.getresponse().read()
+        asyncio.run(self._answered(request("POST", "/v1/chat/completions", body, api_key=self._api_key)))
+
+    async def _answered(self, asked: bytes) -> None:
+        connections = HttpConnections(self._url)
+        with contextlib.closing(connections):
+            async with asyncio.timeout(60):
+                await connections.whole(asked)
 
 
 KINDS: dict[str, tuple[Callable[[Rude], None], int]] = {  # what is done again and again, on how many threads
@@ -115,7 +121,7 @@ def main() -> int:
 
     def go_on() -> None:
         while True:
-            with contextlib.suppress(grpc.RpcError, OSError, http.client.HTTPException):  # refused, as it should be
+            with contextlib.suppress(grpc.RpcError, OSError, BatonError):  # refused, as it should be
                 act(rude)
 
     for _ in range(num_threads):

@@ -1,9 +1,8 @@
-"""HTTP/1.1 for load generators: kept connections, and no more work for an answer than its bytes need."""
+"""HTTP/1.1 for all benchmarks: kept connections, and no more work for an answer than its bytes need."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 from common.errors import InternalError
 
+READ_BYTES = 2**18
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -24,16 +24,19 @@ class Head:
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body; None if it is chunked."""
+        """Bytes of the body; None if it is chunked, or ends with the connection."""
         return int(self.fields["content-length"]) if "content-length" in self.fields else None
 
 
-def post(path: str, body: Mapping[str, object], api_key: str = "") -> bytes:
-    """A whole request."""
-    content = json.dumps(body).encode()
-    key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\n{key}Content-Length: {len(content)}\r\n"
-    return f"{head}Content-Type: application/json\r\n\r\n".encode() + content
+def request(method: str, path: str, body: bytes = b"", *, api_key: str = "", host: str = "bench") -> bytes:
+    """A whole request; `body` is JSON."""
+    fields = {"Host": host, "User-Agent": "baton-bench"}
+    if api_key:
+        fields["Authorization"] = f"Bearer {api_key}"
+    if body:
+        fields |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
 class HttpConnections:
@@ -60,7 +63,18 @@ class HttpConnections:
         except BaseException:
             connection[1].close()
             raise
-        self._idle.append(connection)
+        if connection[0].at_eof():
+            connection[1].close()
+        else:
+            self._idle.append(connection)
+
+    async def whole(self, request: bytes) -> tuple[Head, bytes]:
+        """Sends `request`, and returns the answer's head and body. Raises `InternalError` if there is none."""
+        try:
+            async with self.asked(request) as (head, reader):
+                return head, b"".join([piece async for piece in content(head, reader)])
+        except (EOFError, OSError) as error:
+            raise InternalError(f"the answer was cut off: {error}") from error
 
     async def _ask(self, request: bytes) -> tuple[Connection, Head]:
         if self._idle:
@@ -99,3 +113,66 @@ async def _head(connection: Connection, request: bytes) -> Head:
     if not first.startswith("HTTP/1.1 "):
         raise ConnectionError(f"the answer begins with {first!r}")
     return Head(int(status), phrase, {name.lower(): value.strip() for name, _, value in fields})
+
+
+async def content(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The body of an answer, in pieces as they come, to its end. Raises `EOFError` if it is cut off, and
+    `InternalError`."""
+    if "chunked" in head.fields.get("transfer-encoding", "").lower():
+        chunks = Chunks()
+        while not chunks.is_done:
+            if piece := chunks.feed(await _some(reader)):
+                yield piece
+    elif head.length is not None:
+        left = head.length
+        while left:
+            piece = await _some(reader, left)
+            left -= len(piece)
+            yield piece
+    else:  # the body ends with the connection
+        while piece := await reader.read(READ_BYTES):
+            yield piece
+
+
+async def _some(reader: asyncio.StreamReader, most: int = READ_BYTES) -> bytes:
+    piece = await reader.read(min(most, READ_BYTES))
+    if not piece:
+        raise EOFError("the connection was closed")
+    return piece
+
+
+class Chunks:
+    """Takes `Transfer-Encoding: chunked` apart. `is_done` after the last chunk and its trailers."""
+
+    def __init__(self) -> None:
+        self._left = b""
+        self._is_last = False  # what follows are trailers
+        self.is_done = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The content of the chunks that are whole now. Raises `InternalError` for what is no chunk."""
+        left = self._left + data
+        found: list[bytes] = []
+        at = 0
+        while not self.is_done:
+            end = left.find(b"\r\n", at)
+            if end < 0:
+                break
+            if self._is_last:
+                self.is_done = end == at
+                at = end + 2
+                continue
+            try:
+                size = int(left[at:end].partition(b";")[0], 16)
+            except ValueError as error:
+                raise InternalError(f"a chunk of the answer begins with {left[at:end][:40]!r}") from error
+            if size == 0:
+                self._is_last = True
+                at = end + 2
+                continue
+            if len(left) < end + 2 + size + 2:
+                break
+            found.append(left[end + 2 : end + 2 + size])
+            at = end + 2 + size + 2
+        self._left = left[at:]
+        return b"".join(found)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.load.http import Head, HttpConnections
+from bench.load.http import Head, HttpConnections, content, request
+from bench.load.sse import Events
 from bench.serving.endpoint import Answer, Question, RefusedError, Target
-from bench.serving.sse import Chunks, Events
 from common.errors import ConfigError, InternalError
 
-_READ_BYTES = 2**18
 _DONE = b"[DONE]"
 _NO_CALLS = (b"null", b"[]")
 _SHOWN = 300  # characters of an error that are kept
@@ -61,16 +59,10 @@ class OpenAiEndpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("--base-url", f"{target.url!r} is no URL: http://host:port is one")
         self._connections = HttpConnections(target.url, _tls(target.tls_ca) if parts.scheme == "https" else None)
+        self._host = parts.netloc.rpartition("@")[2]
+        self._api_key = target.api_key
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._is_chat = is_chat
-        head = {
-            "Host": parts.netloc.rpartition("@")[2],
-            "Content-Type": "application/json",
-            "User-Agent": "baton-bench",
-        }
-        if target.api_key:
-            head["Authorization"] = f"Bearer {target.api_key}"
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in head.items())
         self._body: dict[str, object] = {
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -83,7 +75,9 @@ class OpenAiEndpoint:
         self._body["model"] = name
 
     async def model(self) -> str:
-        answer = await self._whole(self._request("GET", "/models", b""))
+        head, answer = await self._connections.whole(self._request("GET", "/models"))
+        if head.status != 200:
+            raise RefusedError(str(head.status), _reason(head, answer))
         try:
             listed: str = json.loads(answer)["data"][0]["id"]
         except (ValueError, LookupError, TypeError) as error:
@@ -93,12 +87,12 @@ class OpenAiEndpoint:
     async def ask(self, question: Question, answer: Answer) -> None:
         try:
             async with self._connections.asked(self._encoded(question)) as (head, reader):
-                content = _content(head, reader)
+                pieces = content(head, reader)
                 if head.status != 200:
-                    body = b"".join([piece async for piece in content])
+                    body = b"".join([piece async for piece in pieces])
                 else:
                     events = Events()
-                    async for piece in content:
+                    async for piece in pieces:
                         now = time.perf_counter()
                         for event in events.feed(piece):
                             if event != _DONE:
@@ -117,19 +111,8 @@ class OpenAiEndpoint:
         body = {**self._body, "max_tokens": question.max_tokens, "prompt": question.prompt}
         return self._request("POST", "/completions", msgspec.json.encode(body))
 
-    def _request(self, method: str, path: str, body: bytes) -> bytes:
-        length = f"Content-Length: {len(body)}\r\n" if body else ""
-        return f"{method} {self._base}{path} HTTP/1.1\r\n{self._head}{length}\r\n".encode() + body
-
-    async def _whole(self, request: bytes) -> bytes:
-        try:
-            async with self._connections.asked(request) as (head, reader):
-                body = b"".join([piece async for piece in _content(head, reader)])
-        except (EOFError, OSError) as error:
-            raise InternalError(f"the answer was cut off: {error}") from error
-        if head.status != 200:
-            raise RefusedError(str(head.status), _reason(head, body))
-        return body
+    def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        return request(method, self._base + path, body, api_key=self._api_key, host=self._host)
 
     async def close(self) -> None:
         self._connections.close()
@@ -140,32 +123,6 @@ def _tls(ca: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca or None)
     except OSError as error:  # a file that is no certificate, too
         raise ConfigError("--tls-ca", f"{ca} is of no use: {error}") from error
-
-
-async def _content(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The body, in pieces as they come, to its end."""
-    if "chunked" in head.fields.get("transfer-encoding", "").lower():
-        chunks = Chunks()
-        while not chunks.is_done:
-            piece = chunks.feed(await _some(reader))
-            if piece:
-                yield piece
-    elif head.length is not None:
-        left = head.length
-        while left:
-            piece = await _some(reader, left)
-            left -= len(piece)
-            yield piece
-    else:  # the body ends with the connection
-        while piece := await reader.read(_READ_BYTES):
-            yield piece
-
-
-async def _some(reader: asyncio.StreamReader, most: int = _READ_BYTES) -> bytes:
-    piece = await reader.read(min(most, _READ_BYTES))
-    if not piece:
-        raise EOFError("the connection was closed")
-    return piece
 
 
 def _read(data: bytes, now: float, answer: Answer) -> None:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from bench.load.http import HttpConnections, post
+from bench.load.http import HttpConnections, request
 from bench.load.loops import open_loop
 from bench.load.percentiles import percentile, summary
 from tests.bench.test_router_bench import serving
@@ -60,7 +60,7 @@ async def test_connections_take_turns_and_no_more_are_made_than_are_needed() -> 
         connections = HttpConnections(url)
 
         async def ask() -> bytes:
-            async with connections.asked(post("/", {})) as (head, reader):
+            async with connections.asked(request("POST", "/", b"{}")) as (head, reader):
                 assert (head.status, head.length) == (200, 2)
                 return await reader.readexactly(2)
 

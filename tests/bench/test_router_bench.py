@@ -187,7 +187,7 @@ async def test_what_a_client_counts(parts: list[bytes], outcome: list[int] | str
         await reader.readuntil(b"\r\n\r\n")
         for part in parts:
             writer.write(part)
-            if part != CHUNKED[0]:  # the head counts as nothing
+            if part in CHUNKED[1:]:  # the head counts as nothing
                 await may_go_on.wait()
                 may_go_on.clear()
         writer.close()
