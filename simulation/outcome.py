@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.goodput import Goodput, is_good
 from common.percentiles import percentile
 from common.types import WorkerRole
 
@@ -36,20 +37,10 @@ class RequestOutcome:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
 
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Slo:
-    """Most seconds; None: any."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float | None = None
-
-    def is_met(self, one: RequestOutcome) -> bool:
-        if one.failure or one.ttft_s is None:
+    def is_good(self, goodput: Goodput) -> bool:
+        if self.failure or self.ttft_s is None:
             return False
-        pairs = ((one.ttft_s, self.ttft_s), (one.tpot_s, self.tpot_s), (one.e2e_s, self.e2e_s))
-        return all(value is None or most is None or value <= most for value, most in pairs)
+        return is_good(goodput, ttft_s=self.ttft_s, tpot_s=self.tpot_s, e2el_s=self.e2e_s)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -69,11 +60,11 @@ class Outcome:
         reasons = Counter(re.sub(r"\d+", "N", one.failure) for one in self.requests if one.failure)
         return dict(reasons.most_common())
 
-    def summary(self, slo: Slo) -> dict[str, float]:
+    def summary(self, goodput: Goodput) -> dict[str, float]:
         """Figures by name: milliseconds in `_ms`, shares from 0 to 1. What has no value is left out."""
         served = [one for one in self.requests if not one.failure and one.ttft_s is not None]
         prompt_tokens = sum(one.num_prompt_tokens for one in served)
-        num_good = sum(map(slo.is_met, served))
+        num_good = sum(one.is_good(goodput) for one in served)
         found: dict[str, float] = {
             "requests": len(self.requests),
             "failed": len(self.requests) - len(served),
@@ -86,7 +77,7 @@ class Outcome:
         if num_late := sum(one.was_late for one in self.requests):
             found["late"] = num_late
             # Served after all, these met every target.
-            found["late_but_good"] = sum(one.was_late and slo.is_met(one) for one in served)
+            found["late_but_good"] = sum(one.was_late and one.is_good(goodput) for one in served)
         for name, value_of in MEASURES.items():
             values = sorted(value for one in served if (value := value_of(one)) is not None)
             if values:
@@ -114,5 +105,5 @@ class Outcome:
 MEASURES: dict[str, Callable[[RequestOutcome], float | None]] = {
     "ttft": lambda one: one.ttft_s,
     "tpot": lambda one: one.tpot_s,
-    "e2e": lambda one: one.e2e_s,
+    "e2el": lambda one: one.e2e_s,
 }

@@ -3,55 +3,44 @@
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from common.charts import COLOURS, STYLE, Axis, Level, Point, Series, chart, key
+from common.goodput import Goodput
 from common.percentiles import percentile
 from common.types import WorkerRole
-from simulation.outcome import MEASURES, Outcome, RequestOutcome, Slo
+from simulation.outcome import MEASURES, Outcome, RequestOutcome
 from simulation.scenario import Result
 
-_WIDTH, _HEIGHT, _MARGIN = 340, 240, 52
-_COLOURS = ("#2268c4", "#d1690e", "#2a8f5b", "#b03a9c", "#8a6d1f", "#4aa3b5", "#c43b3b", "#6b6b6b")
-_MAX_LINES = len(_COLOURS)  # results that are drawn one by one
+_MAX_LINES = len(COLOURS)  # results that are drawn one by one
 _POINTS = 120  # of a line
-_TITLES = {"ttft": "time to first token", "tpot": "time per output token", "e2e": "end to end"}
-_STYLE = """
-:root { color-scheme: light dark; --line: #8888; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
-.wide { overflow-x: auto; } .grid { display: inline-block; margin-right: 2rem; } caption { white-space: nowrap; }
-table { border-collapse: collapse; margin: 1rem 0; }
-td, th { padding: .2rem .8rem; text-align: right; white-space: nowrap; } th:first-child { text-align: left; }
-tr { border-bottom: 1px solid var(--line); } figure { display: inline-block; margin: 0 1rem 1rem 0; }
-figcaption { font-weight: 600; } text { fill: currentColor; font-size: 11px; }
-svg { overflow: visible; } .key span { margin-right: 1.2rem; white-space: nowrap; }
+_LEAST_MS = 1e-3  # that a logarithmic axis shows
+_TITLES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "end to end"}
+_OWN_STYLE = """
+.grid { display: inline-block; margin-right: 2rem; } td, th, caption { white-space: nowrap; }
+body > .key { margin: 1rem 0; }
 """
 
-Point = tuple[float, float]
 
-
-def page(results: Sequence[Result], slo: Slo) -> str:
+def page(results: Sequence[Result], goodput: Goodput) -> str:
     sources = dict.fromkeys(source for one in results for source in one.sources)
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>Baton: a simulated fleet</title>",
-        f"<style>{_STYLE}</style><h1>What the fleet would do</h1>",
-        f"<p>Times of steps: {html.escape('; '.join(sources))}. {html.escape(_targets(slo))}</p>",
+        f"<style>{STYLE}{_OWN_STYLE}</style><h1>What the fleet would do</h1>",
+        f"<p>Times of steps: {html.escape('; '.join(sources))}. {html.escape(_told(goodput))}</p>",
     ]
     if len(results) > 1:
         parts.append(_sweep(results))
     if len(results) <= _MAX_LINES:
-        parts.append(_lines(results, slo))
+        parts.append(_lines(results, goodput))
     return "\n".join([*parts, _table(results)]) + "</html>\n"
 
 
-def _targets(slo: Slo) -> str:
-    given = [(name, value) for name in MEASURES if (value := getattr(slo, f"{name}_s")) is not None]
-    if not given:
+def _told(goodput: Goodput) -> str:
+    if not goodput:
         return "Every answer is good: no --goodput is given."
     return (
-        "An answer is good with "
-        + ", ".join(f"{name.upper()} up to {1000 * value:g} ms" for name, value in given)
-        + "."
+        "An answer is good with " + ", ".join(f"{name.upper()} up to {ms:g} ms" for name, ms in goodput.items()) + "."
     )
 
 
@@ -61,19 +50,28 @@ def _targets(slo: Slo) -> str:
 def _sweep(results: Sequence[Result]) -> str:
     """What each fleet gives for what it costs, and each policy's fleets as a table."""
     policies = [*dict.fromkeys(one.scenario.policy for one in results)]
-    colours = {policy: _COLOURS[number % len(_COLOURS)] for number, policy in enumerate(policies)}
-    hours = _Axis([one.figures["worker_hours"] for one in results], from_zero=True)
-    marks = []
-    for one in results:
-        good, paid = one.figures["good_share"], one.figures["worker_hours"]
-        marks.append(
-            f"<circle cx='{_WIDTH * hours.at(paid):.1f}' cy='{_HEIGHT * (1 - good):.1f}' r='4' "
-            f"fill='{colours[one.scenario.policy]}' fill-opacity='.75'><title>{html.escape(one.scenario.policy)}, "
-            f"{one.scenario.fleet}: {good:.1%} good, {paid:.3g} worker hours</title></circle>"
+    clouds = []
+    for number, policy in enumerate(policies):
+        own = [one for one in results if one.scenario.policy == policy]
+        clouds.append(
+            Series(
+                name=policy,
+                points=[(one.figures["worker_hours"], one.figures["good_share"]) for one in own],
+                kind="dots",
+                colour=COLOURS[number % len(COLOURS)],
+                hints=[
+                    f"{policy}, {one.scenario.fleet}: {one.figures['good_share']:.1%} good, "
+                    f"{one.figures['worker_hours']:.3g} worker hours"
+                    for one in own
+                ],
+                radius=4,
+            )
         )
-    levels = [(_HEIGHT * (1 - share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    plot = _figure("good answers (up) by worker hours", marks, hours.ticks("{:g}"), levels)
-    return _key(colours) + plot + "".join(_grid(results, policy) for policy in policies)
+    plot = chart("good answers by worker hours", Axis(title="worker hours"), _SHARES, clouds)
+    return plot + "".join(_grid(results, policy) for policy in policies)
+
+
+_SHARES = Axis(title="good answers", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1), written="{:.0%}".format)
 
 
 def _grid(results: Sequence[Result], policy: str) -> str:
@@ -105,18 +103,22 @@ def _cell(figures: dict[str, float] | None) -> str:
 # -------------------------------------------------------------------------------------------------------- few results
 
 
-def _lines(results: Sequence[Result], slo: Slo) -> str:
-    names = [f"{one.scenario.policy}, {one.scenario.fleet}" for one in results]
-    colours = dict(zip(names, _COLOURS, strict=False))
-    parts = [_key(colours)]
-    for name, value_of in MEASURES.items():
-        values = [sorted(_served(one.outcome, value_of)) for one in results]
-        parts.append(_distribution(name, values, getattr(slo, f"{name}_s")))
-    parts.append(_over_time("answers under way", [[*_under_way(one.outcome)] for one in results]))
+def _lines(results: Sequence[Result], goodput: Goodput) -> str:
+    colours = {_name(one): colour for one, colour in zip(results, COLOURS, strict=False)}
+    parts = [key(colours)]
+    for measure, value_of in MEASURES.items():
+        values = {_name(one): sorted(_served(one.outcome, value_of)) for one in results}
+        parts.append(_distribution(measure, values, goodput.get(measure)))
+    parts.append(_over_time("answers under way", {_name(one): [*_under_way(one.outcome)] for one in results}))
     if any(one.outcome.scaled for one in results):
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
-            parts.append(_over_time(f"{role.value} workers wanted", [[*_wanted(one.outcome, role)] for one in results]))
+            wanted = {_name(one): [*_wanted(one.outcome, role)] for one in results}
+            parts.append(_over_time(f"{role.value} workers wanted", wanted))
     return "".join(parts)
+
+
+def _name(one: Result) -> str:
+    return f"{one.scenario.policy}, {one.scenario.fleet}"
 
 
 def _served(outcome: Outcome, value_of: Callable[[RequestOutcome], float | None]) -> Iterator[float]:
@@ -126,39 +128,32 @@ def _served(outcome: Outcome, value_of: Callable[[RequestOutcome], float | None]
             yield value
 
 
-def _distribution(name: str, values: Sequence[Sequence[float]], most_s: float | None) -> str:
-    """Shares of served requests up to each value, which is logarithmic."""
-    known = [1000 * value for each in values if each for value in (each[0], each[-1])]
-    if not known:
-        return ""
-    axis = _Axis([math.log10(max(value, 1e-3)) for value in (*known, *([1000 * most_s] if most_s else []))])
-
-    def across(seconds: float) -> float:
-        return _WIDTH * axis.at(math.log10(max(1000 * seconds, 1e-3)))
-
-    marks = []
-    for number, ordered in enumerate(values):
-        shares = [step / _POINTS for step in range(_POINTS + 1)] if ordered else []
-        marks.append(_line([(across(percentile(ordered, share)), _HEIGHT * (1 - share)) for share in shares], number))
-    if most_s:
-        x = across(most_s)
-        marks.append(
-            f"<line x1='{x:.1f}' y1='0' x2='{x:.1f}' y2='{_HEIGHT}' stroke='currentColor' stroke-dasharray='4'/>"
-        )
-    decades = [(_WIDTH * axis.at(math.log10(value)), f"{value:g}") for value in axis.decades()]
-    levels = [(_HEIGHT * (1 - share), f"{share:.0%}") for share in (0, 0.5, 0.9, 1)]
-    return _figure(f"{_TITLES[name]}, ms", marks, decades, levels)
+def _distribution(measure: str, values: Mapping[str, Sequence[float]], target_ms: float | None) -> str:
+    """Shares of served requests up to each value. `values`: seconds by result, the smallest first."""
+    shares = [step / _POINTS for step in range(_POINTS + 1)]
+    lines = {
+        name: [(max(1000 * percentile(ordered, share), _LEAST_MS), share) for share in shares] if ordered else []
+        for name, ordered in values.items()
+    }
+    return chart(
+        _TITLES[measure],
+        Axis(title="ms", is_log=True),
+        Axis(title="answers", low=0.0, high=1.0, ticks=(0, 0.5, 0.9, 1), written="{:.0%}".format),
+        _drawn(lines),
+        [Level(target_ms, "target", is_upright=True)] if target_ms is not None else [],
+        has_key=False,
+    )
 
 
-def _over_time(title: str, lines: Sequence[Sequence[Point]]) -> str:
-    time = _Axis([at for line in lines for at, _ in line] or [0.0], from_zero=True)
-    level = _Axis([value for line in lines for _, value in line] or [0.0], from_zero=True)
-    marks = [
-        _line([(_WIDTH * time.at(at), _HEIGHT * (1 - level.at(value))) for at, value in line], number)
-        for number, line in enumerate(lines)
+def _over_time(title: str, lines: Mapping[str, Sequence[Point]]) -> str:
+    return chart(title, Axis(title="s"), Axis(title="number"), _drawn(lines), has_key=False)
+
+
+def _drawn(lines: Mapping[str, Sequence[Point]]) -> list[Series]:
+    return [
+        Series(name=name, points=points, colour=colour)
+        for (name, points), colour in zip(lines.items(), COLOURS, strict=False)
     ]
-    levels = [(_HEIGHT - x * _HEIGHT / _WIDTH, text) for x, text in level.ticks("{:g}")]
-    return _figure(f"{title} (up) by seconds", marks, time.ticks("{:g}"), levels)
 
 
 def _under_way(outcome: Outcome) -> Iterator[Point]:
@@ -183,61 +178,6 @@ def _wanted(outcome: Outcome, role: WorkerRole) -> Iterator[Point]:
 
 
 # -------------------------------------------------------------------------------------------------------------- parts
-
-
-class _Axis:
-    """Places of values, from 0 to 1."""
-
-    def __init__(self, values: Sequence[float], *, from_zero: bool = False) -> None:
-        self.low = 0.0 if from_zero else min(values)
-        self.high = max(*values, self.low + 1e-9) if len(values) > 1 else max(values[0], self.low + 1e-9)
-
-    def at(self, value: float) -> float:
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self, form: str) -> list[tuple[float, str]]:
-        """Round values and their places along the width."""
-        rough = (self.high - self.low) / 5
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [
-            (_WIDTH * self.at(number * step), form.format(round(number * step, 9))) for number in range(first, last + 1)
-        ]
-
-    def decades(self) -> Iterator[float]:
-        """1, 3, 10, 30 ... if the axis is of logarithms; more of them on a short one."""
-        factors = (1, 3) if self.high - self.low > 1 else (1, 1.5, 2, 3, 5, 7)
-        for power in range(math.floor(self.low), math.ceil(self.high) + 1):
-            for factor in factors:
-                if self.low <= math.log10(factor * 10.0**power) <= self.high:
-                    yield factor * 10.0**power
-
-
-def _line(points: Sequence[Point], number: int) -> str:
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f"<polyline points='{places}' fill='none' stroke='{_COLOURS[number]}' stroke-width='1.6'/>"
-
-
-def _key(colours: dict[str, str]) -> str:
-    spans = (f"<span><b style='color:{colour}'>●</b> {html.escape(name)}</span> " for name, colour in colours.items())
-    return f"<p class='key'>{''.join(spans)}</p>"
-
-
-def _figure(
-    title: str, marks: Sequence[str], across: Sequence[tuple[float, str]], levels: Sequence[tuple[float, str]]
-) -> str:
-    grid = [f"<line x1='0' y1='{y:.1f}' x2='{_WIDTH}' y2='{y:.1f}' stroke='#8883'/>" for y, _ in levels]
-    labels = [f"<text x='{x:.0f}' y='{_HEIGHT + 16}' text-anchor='middle'>{text}</text>" for x, text in across]
-    labels += [f"<text x='-6' y='{y + 4:.0f}' text-anchor='end'>{text}</text>" for y, text in levels]
-    frame = f"<rect width='{_WIDTH}' height='{_HEIGHT}' fill='none' stroke='#8888'/>"
-    whole = _WIDTH + 2 * _MARGIN
-    return (
-        f"<figure><figcaption>{title}</figcaption><svg role='img' aria-label='{title}' width='{whole}' "
-        f"height='{_HEIGHT + _MARGIN}' viewBox='{-_MARGIN} -10 {whole} {_HEIGHT + _MARGIN}'>"
-        f"{frame}{''.join(grid)}{''.join(marks)}{''.join(labels)}</svg></figure>"
-    )
 
 
 def _table(results: Sequence[Result]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.config import EngineSettings, SimulateSettings, TrafficSettings
 from common.errors import ConfigError
+from common.goodput import Goodput, parse_goodput
 from common.targets import LatencyTargets
 from common.traffic import arrivals, sizes
 from common.traffic.made import conversations, independent
@@ -24,7 +25,7 @@ from router.autoscaler.rules import Targets
 from router.policy.registry import create_policy
 from simulation.fleet import Fleet, FleetOptions
 from simulation.link import LinkSpeed
-from simulation.outcome import Outcome, Slo
+from simulation.outcome import Outcome
 from simulation.scaling import ScalingOptions
 
 NUM_MADE = 1000  # requests, if nobody says how many
@@ -55,7 +56,7 @@ class Result:
 def run(settings: SimulateSettings, progress: Callable[[int, int], None] = lambda _done, _all: None) -> list[Result]:
     """One result for each scenario. `progress` gets how many requests have ended, of how many. Raises `ConfigError` for
     what is wrong with settings or files."""
-    planned, slo = scenarios(settings), slo_of(settings.goodput)
+    planned, goodput = scenarios(settings), parse_goodput(settings.goodput, "goodput")
     options = [fleet_options(settings, one) for one in planned]
     requests = traffic(settings)
     num = len(requests) * len(planned)
@@ -67,7 +68,7 @@ def run(settings: SimulateSettings, progress: Callable[[int, int], None] = lambd
     for number, (scenario, option) in enumerate(zip(planned, options, strict=True)):
         outcome = Fleet(option).run(requests, partial(told, number * len(requests)))
         sources = dict.fromkeys(option.times[role].source for role, num in scenario.num_workers.items() if num)
-        results.append(Result(scenario, outcome, outcome.summary(slo), tuple(sources)))
+        results.append(Result(scenario, outcome, outcome.summary(goodput), tuple(sources)))
     return results
 
 
@@ -148,19 +149,6 @@ def scenarios(settings: SimulateSettings) -> list[Scenario]:
     return [Scenario(policy, fleet) for policy in policies for fleet in fleets]
 
 
-def slo_of(targets: tuple[str, ...]) -> Slo:
-    """From `ttft:500` and the like, in milliseconds."""
-    found: dict[str, float] = {}
-    for target in targets:
-        name, _, value = target.partition(":")
-        if name not in ("ttft", "tpot", "e2e") or not re.fullmatch(r"\d+(\.\d+)?", value) or not float(value):
-            raise ConfigError("goodput", f"{target!r} is not like ttft:500, tpot:50 or e2e:10000")
-        if name in found:
-            raise ConfigError("goodput", f"{name} is given twice")
-        found[name] = float(value) / 1000
-    return Slo(ttft_s=found.get("ttft"), tpot_s=found.get("tpot"), e2e_s=found.get("e2e"))
-
-
 def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOptions:
     engine = EngineSettings.model_validate(
         {
@@ -197,18 +185,14 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         tells_times=settings.router_times,
         lends=settings.lend_blocks,
         scaling=_scaling(settings) if settings.autoscale else None,
-        targets=_targets(slo_of(settings.goodput)),
+        targets=_targets(parse_goodput(settings.goodput, "goodput")),
     )
 
 
-def _targets(slo: Slo) -> LatencyTargets | None:
+def _targets(goodput: Goodput) -> LatencyTargets | None:
     """What requests ask for: what a good request keeps, but for the time of its whole answer."""
-    if slo.ttft_s is None and slo.tpot_s is None:
-        return None
-    return LatencyTargets(
-        ttft_ms=None if slo.ttft_s is None else 1000 * slo.ttft_s,
-        tpot_ms=None if slo.tpot_s is None else 1000 * slo.tpot_s,
-    )
+    ttft_ms, tpot_ms = goodput.get("ttft"), goodput.get("tpot")
+    return None if ttft_ms is None and tpot_ms is None else LatencyTargets(ttft_ms, tpot_ms)
 
 
 def _times(settings: SimulateSettings, field: str) -> SimulatedTime:

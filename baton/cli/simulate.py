@@ -16,6 +16,7 @@ from baton.cli.options import AS_JSON, SettingsCommand
 from baton.settings import SIMULATE_SETTINGS
 from common.config import SimulateSettings
 from common.errors import StartupError
+from common.goodput import parse_goodput
 
 if TYPE_CHECKING:
     from simulation.scenario import Result
@@ -25,7 +26,7 @@ COLUMNS = (
     ("p99", "p99_ttft_ms", "{:.0f} ms"),
     ("TPOT p50", "p50_tpot_ms", "{:.1f} ms"),
     ("p99", "p99_tpot_ms", "{:.1f} ms"),
-    ("E2E p50", "p50_e2e_ms", "{:.0f} ms"),
+    ("E2E p50", "p50_e2el_ms", "{:.0f} ms"),
     ("tokens/s", "output_throughput", "{:.0f}"),
     ("good", "good_share", "{:.1%}"),
     ("cached", "cached_share", "{:.1%}"),
@@ -42,7 +43,7 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     from rich.progress import Progress
 
     from simulation.report import page
-    from simulation.scenario import run, slo_of
+    from simulation.scenario import run
 
     settings = settings.model_copy(update={"goodput": (*settings.goodput, *targets)})
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
@@ -61,7 +62,7 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
             engine.setLevel(level)
     if settings.out is not None:
         try:
-            Path(settings.out).write_text(page(results, slo_of(settings.goodput)), encoding="utf-8")
+            Path(settings.out).write_text(page(results, parse_goodput(settings.goodput, "goodput")), encoding="utf-8")
         except OSError as error:
             raise StartupError(f"{settings.out} cannot be written: {error.strerror}") from error
     if as_json:

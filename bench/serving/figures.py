@@ -6,7 +6,6 @@ warm-up counts.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from bench.serving.numbers import interval, percentile
 from bench.serving.outcome import Ending, Outcome
 from bench.serving.run import Run
-from common.errors import ConfigError
+from common.goodput import Goodput, is_good
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Figures = dict[str, Json]
 
-TARGETS = ("ttft", "tpot", "e2el")
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
@@ -29,36 +27,7 @@ MAX_LAG_SHARE = 0.10  # of the median TTFT, if that allows more
 MAX_CLIENT_CPU = 0.9  # of a core
 
 
-def parse_targets(texts: Sequence[str]) -> dict[str, float]:
-    """`ttft:500` and the like, in milliseconds; several in one text have commas between. Raises `ConfigError`."""
-    targets: dict[str, float] = {}
-    for text in ",".join(texts).replace(" ", ",").split(","):
-        if not text:
-            continue
-        name, _, value = text.partition(":")
-        if name not in TARGETS:
-            raise ConfigError("--goodput", f"{name!r} is not one of {', '.join(TARGETS)}")
-        try:
-            limit = float(value)
-        except ValueError:
-            limit = math.nan
-        if not 0 < limit < math.inf:
-            raise ConfigError("--goodput", f"{text!r} has no number of milliseconds above 0")
-        targets[name] = limit
-    return targets
-
-
-def is_good(outcome: Outcome, targets: Mapping[str, float]) -> bool:
-    """Whether a request was answered as well as `targets` (milliseconds) ask. TPOT of a single token is 0."""
-    if outcome.ending is not Ending.COMPLETED:
-        return False
-    found = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.e2el_s}
-    return all(1000 * found[name] <= limit for name, limit in targets.items())
-
-
-def figures(
-    run: Run, targets: Mapping[str, float], *, warm_up_s: float = 0.0, max_lag_s: float | None = None
-) -> Figures:
+def figures(run: Run, targets: Goodput, *, warm_up_s: float = 0.0, max_lag_s: float | None = None) -> Figures:
     """What is due before `warm_up_s` is counted apart. `max_lag_s`: see `invalid_reasons`."""
     warm_up = [one for one in run.outcomes if one.due_s < warm_up_s]
     counted = [one for one in run.outcomes if one.due_s >= warm_up_s]
@@ -85,7 +54,7 @@ def figures(
         "total_token_throughput": (num_input + num_output) * per_s,
     }
     if targets:
-        good = [one for one in completed if is_good(one, targets)]
+        good = [one for one in completed if is_good(targets, ttft_s=one.ttft_s, tpot_s=one.tpot_s, e2el_s=one.e2el_s)]
         num_judged = len(counted) - endings[Ending.CANCELLED]
         made["request_goodput"] = len(good) * per_s
         made["token_goodput"] = sum(one.output_tokens for one in good) * per_s

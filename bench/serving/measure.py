@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.serving.backends import open_endpoint
@@ -15,6 +15,7 @@ from bench.serving.outcome import Outcome
 from bench.serving.plan import make_load
 from bench.serving.run import Progress, run_load
 from bench.serving.texts import Texts
+from common.goodput import Goodput
 
 WARM_UP_AT_ONCE = 8
 
@@ -22,7 +23,7 @@ WARM_UP_AT_ONCE = 8
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MeasureSettings:
     load: LoadSettings
-    targets: Mapping[str, float] = field(default_factory=dict)  # milliseconds, by name
+    targets: Goodput = field(default_factory=dict)
     num_warmups: int = 0  # requests before the run
     warmup_seconds: float = 0.0  # of the run that do not count
     repeats: int = 1

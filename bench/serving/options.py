@@ -13,12 +13,12 @@ import click
 
 from bench.serving.backends import BACKENDS, default_url
 from bench.serving.endpoint import Target
-from bench.serving.figures import parse_targets
 from bench.serving.load import DATASETS, LoadSettings
 from bench.serving.measure import MeasureSettings
 from bench.serving.plan import DEFAULT_NUM_PROMPTS
 from bench.serving.texts import Texts, texts
 from common.errors import ConfigError
+from common.goodput import parse_goodput
 
 Command = Callable[..., Any]
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -259,7 +259,7 @@ def read_options(given: dict[str, Any]) -> Options:
     lag_ms = given["max_send_lag"]
     settings = MeasureSettings(
         load=load,
-        targets=parse_targets([*given["goodput"], *given["more_targets"]]),
+        targets=parse_goodput([*given["goodput"], *given["more_targets"]], "--goodput"),
         num_warmups=given["num_warmups"],
         warmup_seconds=given["warmup_seconds"],
         repeats=given["repeats"],

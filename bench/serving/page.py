@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from bench.serving.charts import STYLE, Axis, Level, Point, Series, chart
 from bench.serving.figures import Figures, Json, number
 from bench.serving.numbers import percentile
 from bench.serving.outcome import Ending, Outcome
+from common.charts import STYLE, Axis, Level, Point, Series, chart
 
 MOST_POINTS = 2000  # of a plot; more are thinned out, evenly
 _ENDINGS = {

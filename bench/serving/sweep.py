@@ -20,13 +20,13 @@ from rich.text import Text
 from bench.command_line import outcome
 from bench.kv.settings import show_progress
 from bench.processes import running
-from bench.serving.charts import STYLE, Axis, Level, Series, chart
 from bench.serving.console import progress_bar
 from bench.serving.endpoint import Target
 from bench.serving.figures import Figures, Json, number
 from bench.serving.files import check_outputs, settings_json, write
 from bench.serving.measure import MeasureSettings, measure
 from bench.serving.options import AS_JSON, OUTPUT, Options, load_options, read_options, url_of
+from common.charts import STYLE, Axis, Level, Series, chart
 from common.errors import BatonError, ConfigError
 
 

@@ -101,7 +101,7 @@ class SimulateSettings(TrafficSettings, PolicySettings):
     scale_down_delay: float = _as_in(AutoscalerSettings, "scale_down_delay")
     idle_timeout: float = _as_in(AutoscalerSettings, "idle_timeout")
     goodput: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = Field(
-        (), description="what a good request keeps, in milliseconds, as ttft:500,tpot:50,e2e:10000"
+        (), description="what a good request keeps, in milliseconds, as ttft:500,tpot:50,e2el:10000"
     )
     sweep: str | None = Field(None, description="fleets to compare, as prefill=1..8,decode=1..8,both=0")
     out: str | None = Field(None, description="HTML page with pictures")
