@@ -112,7 +112,7 @@ async def _head(connection: Connection, request: bytes) -> Head:
     fields = (line.partition(":") for line in lines)
     if not first.startswith("HTTP/1.1 "):
         raise ConnectionError(f"the answer begins with {first!r}")
-    return Head(int(status), phrase, {name.lower(): value.strip() for name, _, value in fields})
+    return Head(int(status), phrase.strip(), {name.lower(): value.strip() for name, _, value in fields})
 
 
 async def content(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -149,4 +149,4 @@ def _read(data: bytes, now: float, answer: Answer) -> None:
 
 
 def _reason(head: Head, body: bytes) -> str:
-    return f"{head.phrase.strip()} {body.decode(errors='replace')}".strip()[:_SHOWN]
+    return f"{head.phrase} {body.decode(errors='replace')}".strip()[:_SHOWN]

@@ -10,6 +10,7 @@ import pytest
 from bench.load.http import HttpConnections, request
 from bench.load.loops import open_loop
 from bench.load.percentiles import percentile, summary
+from common.errors import InternalError
 from tests.bench.test_router_bench import serving
 
 
@@ -70,6 +71,41 @@ async def test_connections_take_turns_and_no_more_are_made_than_are_needed() -> 
         connections.close()
     assert {*asked} == {0, 1}
     assert all(one != other for one, other in itertools.pairwise(asked[2:]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 429 Full\r\nContent-Length: 3\r\n\r\nyes", b"yes"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nye\r\n1\r\ns\r\n0\r\n\r\n", b"yes"),
+        (b"HTTP/1.1 200 OK\r\n\r\nyes", b"yes"),  # ends with the connection
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nyes", None),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nyes\r\n", None),
+        (b"HTTP/1.0 200 OK\r\n\r\nyes", None),
+    ],
+)
+async def test_a_whole_answer(answer: bytes, body: bytes | None) -> None:
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+        writer.close()
+
+    async with serving(serve) as url:
+        connections = HttpConnections(url)
+        for _ in range(2):  # a connection that has ended is not asked again
+            if body is None:
+                with pytest.raises(InternalError, match="cut off"):
+                    await connections.whole(request("GET", "/x", api_key="k"))
+            else:
+                head, found = await connections.whole(request("GET", "/x", api_key="k"))
+                assert (head.status, found) == (int(answer[9:12]), body)
+        connections.close()
+    assert len(asked) == 2
+    assert asked[0].startswith(b"GET /x HTTP/1.1\r\nHost: bench\r\n")
+    assert b"Authorization: Bearer k\r\n" in asked[0]
+    assert b"Content" not in asked[0]
 
 
 def test_percentiles_are_of_the_values_themselves() -> None:
