@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 from baton.stack.processes import Child
 from common.errors import StartupError
@@ -17,12 +18,14 @@ _END_GRACE_S = 60.0
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], what: str, stdout: int = subprocess.PIPE) -> Iterator[Child]:
-    """A process, which ends with the context. SIGTERM to this process ends it as Ctrl-C does, so that it leaves none
-    behind."""
+def started(
+    command: Sequence[str], what: str, stdout: int = subprocess.PIPE, log: IO[bytes] | None = None
+) -> Iterator[Child]:
+    """A process, which ends with the context; its standard error goes to `log`, or to this process's. SIGTERM to this
+    process ends it as Ctrl-C does, so that it leaves none behind."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, start_new_session=True)
     child = Child(what, process)
     try:
         yield child
@@ -31,10 +34,10 @@ def started(command: Sequence[str], what: str, stdout: int = subprocess.PIPE) ->
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
+def running(command: Sequence[str], what: str, log: IO[bytes] | None = None) -> Iterator[dict[str, str]]:
     """A process that prints `ready key=value ...`; gives those, and its `pid`. Raises `StartupError` if it ends
     without."""
-    with started(command, what) as child:
+    with started(command, what, log=log) as child:
         assert child.process.stdout is not None
         for line in child.process.stdout:
             first, *words = line.decode(errors="replace").split()

@@ -25,6 +25,7 @@ from bench.router.process_cost import own_cpu_s
 from common.config import WorkerSettings
 from common.errors import InternalError
 from common.grpc.options import CHANNEL_OPTIONS
+from common.tracing import TraceContext, new_span_id, new_trace_id
 from common.types import WorkerRole
 from decode_service.servicer import add_service
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -36,9 +37,11 @@ MAX_TOKENS = 1024  # more of them would need credit (`common.grpc.call_window`)
 
 
 class Load:
-    """A router's end of the stream: `num_streams` requests at any time for `seconds`; the last of them are read."""
+    """A router's end of the stream: `num_streams` requests at any time for `seconds`; the last of them are read.
+    `traced_share` of them, evenly spread, are traced."""
 
-    def __init__(self, num_streams: int, max_tokens: int, seconds: float) -> None:
+    def __init__(self, num_streams: int, max_tokens: int, seconds: float, traced_share: float = 0.0) -> None:
+        self._traced_share = traced_share
         self._num_streams = num_streams
         self._max_tokens = max_tokens
         self._seconds = seconds
@@ -71,11 +74,16 @@ class Load:
                         fingerprint=SPEC.fingerprint(),
                         prompt_token_ids=[1] * NUM_PROMPT_TOKENS,
                         sampling_params=types_pb2.SamplingParams(max_tokens=self._max_tokens),
+                        traceparent=self._traceparent(call_id),
                     ),
                 )
                 for call_id in itertools.islice(self._call_ids, number)
             ]
         )
+
+    def _traceparent(self, call_id: int) -> str:
+        is_traced = int(call_id * self._traced_share) > int((call_id - 1) * self._traced_share)
+        return TraceContext(new_trace_id(), new_span_id()).traceparent if is_traced else ""
 
     def _count(self, message: decode_pb2.DecodeManyResponse) -> int:
         """Returns how many calls ended."""
@@ -106,10 +114,12 @@ def measure(address: str, pid: int, streams: int, tokens: int, seconds: float) -
     return figures
 
 
-async def serve_front() -> None:
+async def serve_front(**values: str) -> None:
+    """`values`: of further settings."""
     engine_process.ENGINE_MODULE = "bench.instant_engine"
     with tempfile.TemporaryDirectory() as folder:
-        settings = WorkerSettings(listen="127.0.0.1:0", kv_dir=folder, drain_timeout=0.0, log_level="warning")
+        given: dict[str, object] = {"listen": "127.0.0.1:0", "kv_dir": folder, "drain_timeout": 0.0}
+        settings = WorkerSettings.model_validate({**given, "log_level": "warning", **values})
 
         def say(address: str) -> None:
             print(f"ready grpc={address}", flush=True)
