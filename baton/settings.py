@@ -69,6 +69,10 @@ class RouterCommandSettings(NamedPolicies, RouterSettings):
     """A class with a name, since the processes of a router are given their settings pickled."""
 
 
+class ProfileSettings(ClientSettings, EngineSettings):
+    """`baton profile`: of an engine of its own, or of a router that leads to a running worker."""
+
+
 def with_connectors(settings_class: type[S]) -> type[S]:
     """`settings_class` with the fields of every connector's own settings, and no others."""
     return _with_fields(settings_class, *reversed(settings_classes()), NamedConnectors)
@@ -104,7 +108,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,
     "doctor": UP_SETTINGS,
-    "profile": EngineSettings,
+    "profile": ProfileSettings,
     "replay": EngineSettings,
     "simulate": SIMULATE_SETTINGS,
 }

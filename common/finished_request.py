@@ -18,7 +18,7 @@ class Stage:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class FinishedAttempt:
-    """One call of a decode worker, in milliseconds since the request came."""
+    """One call of a decode worker, or of the one that makes an embedding, in milliseconds since the request came."""
 
     cause: str = ""  # "new", "retry", "migration" or "handover"
     decode_worker: str = ""
@@ -37,7 +37,7 @@ class FinishedRequest:
     time: float = 0.0  # when it came, in seconds since 1970
     client: str = ""  # name of the API key
     model: str = ""
-    operation: str = ""  # "chat" or "text_completion"
+    operation: str = ""  # "chat", "text_completion" or "embeddings"
     status: str = ""  # "ok", or how it failed: the words of `baton_router_requests_total`
     reason: str = ""  # why it failed
     finish_reason: str = ""

@@ -125,14 +125,30 @@ def set_level(level: str) -> None:
         logging.getLogger().setLevel(level.upper())
 
 
-def flip_debug() -> None:
-    """Shows debug lines from now on; called again, those of the level that held before."""
+def flip_debug() -> bool:
+    """Shows debug lines from now on; called again, those of the level that held before. Returns whether it shows
+    them now. Processes that belong together are told that (`show_debug`): if each flipped by itself, one that started
+    meanwhile would do the contrary of the others."""
+    is_on = not _settled
+    show_debug(is_on)
+    return is_on
+
+
+def shows_debug() -> bool:
+    """Whether a signal asked for debug lines."""
+    return bool(_settled)
+
+
+def show_debug(is_on: bool) -> None:
+    """Shows debug lines from now on, or those of the level that held before. Says so if that changes anything."""
     root = logging.getLogger()
-    if _settled:
-        root.setLevel(_settled.pop())
-    else:
+    if is_on == bool(_settled):
+        return
+    if is_on:
         _settled.append(root.level)
         root.setLevel(logging.DEBUG)
+    else:
+        root.setLevel(_settled.pop())
     log.warning("another log level", extra={"least_severe": logging.getLevelName(root.level).lower()})
 
 

@@ -172,6 +172,8 @@ class EngineCore:
                 self._arrivals.add(command)
                 self._queue_ready()
             case m.Embed():
+                if command.traceparent:
+                    self._traced.add(command.request_id)
                 self._arrivals.embed(command)
                 self._queue_ready()
             case m.RemoteBlocksPublished():

@@ -43,6 +43,7 @@ class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dimensions: int = 0  # keep so many of the first; 0: all
     normalize: bool = True  # to length 1
     cache_salt: str = ""
+    traceparent: str = ""  # as of AddRequest
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -153,6 +154,26 @@ class HintCache(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     seconds: float = 0.0  # RETAIN: from now on; 0: no longer
 
 
+class ProfileSteps(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Traces the next `num_steps` steps, or those that come within `timeout_s`, and writes it to `path`: JSON for
+    Perfetto, compressed by gzip. Answered by `StepsProfiled`, unless another one or `EndProfile` comes first."""
+
+    call_id: int
+    num_steps: int
+    timeout_s: float
+    path: str
+
+
+class EndProfile(msgspec.Struct, tag=True, frozen=True):
+    """Nobody waits for the trace any more."""
+
+
+class ShowDebug(msgspec.Struct, tag=True, frozen=True):
+    """Whether debug lines are shown; see `common.logs`."""
+
+    is_on: bool
+
+
 Command = (
     AddRequest
     | Embed
@@ -168,6 +189,9 @@ Command = (
     | GetStatus
     | GetBlocks
     | HintCache
+    | ProfileSteps
+    | EndProfile
+    | ShowDebug
 )
 
 # ------------------------------------------------------------------------------------------------ events
@@ -351,6 +375,15 @@ class CacheHinted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     failure: str = ""  # EVICT: why the store may still have some; PREFETCH: why not all came
 
 
+class StepsProfiled(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The trace that `ProfileSteps` asked for is written, or it failed."""
+
+    call_id: int
+    num_steps: int = 0
+    seconds: float = 0.0  # from the first of them to the end of the last
+    failure: str = ""
+
+
 Event = (
     EngineReady
     | EngineFailed
@@ -372,6 +405,7 @@ Event = (
     | BatchTimeChanged
     | Status
     | CacheHinted
+    | StepsProfiled
 )
 
 _encoder = msgspec.msgpack.Encoder()

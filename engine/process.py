@@ -25,7 +25,7 @@ from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, ConfigError
 from common.grpc.options import LOSS_NOTICED_S
-from common.logs import flip_debug, setup_logging
+from common.logs import setup_logging, show_debug
 from common.metric_relay import MetricRelay
 from common.process.tasks import end_with_threads
 from common.types import LOAD_INTERVAL_S, WorkerLoad
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from engine.learning.report import BatchTimeReporter
     from engine.local.device import LocalDevice
     from engine.simulated.device import SimulatedDevice
+    from engine.step_profiler import StepProfiler
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def main() -> int:
     settings = WorkerSettings.model_validate_json(bootstrap.settings)
     setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
     if hasattr(signal, "SIGUSR1"):
-        signal.signal(signal.SIGUSR1, lambda _number, _frame: flip_debug())
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # its front gets the signal, and sends `ShowDebug`
     is_pinned = _pin(settings.cpu_cores)
     _die_with_parent()
     end_with_threads()  # without a connector's thread its transfers would never end
@@ -128,6 +129,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     from engine.learning.start import start_learning
     from engine.sampling.grammars import GrammarCompiler
     from engine.speculation.draft_model import load_draft_model
+    from engine.step_profiler import StepProfiler
     from kv_store.base import ConnectorConfig
     from kv_store.registry import create_connector, create_store
 
@@ -151,7 +153,9 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     if (error := loading.exception()) is not None:
         log.info("no guided text from this model", extra={"reason": str(error)})
     observed, learner = start_learning(device, settings, settings.step_trace)
-    commands = _Commands(socket)
+    profiler = StepProfiler(device.info.device, wakeup.set)
+    observed.is_profiled = profiler.is_on
+    commands = _Commands(socket, profiler)
     core = EngineCore(
         settings,
         _recorded(observed, settings) if settings.record_steps else observed,
@@ -166,7 +170,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     socket.send(m.encode([core.ready()]))
     compile_grammar.start()  # it reads the tokenizer, too: not while everything else starts
-    loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner))
+    loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner), profiler)
     while True:
         loop.turn()
 
@@ -204,17 +208,26 @@ def _recorded(device: Device, settings: WorkerSettings) -> Device:
 class _Commands:
     """Reads the front's commands, and notices if this process was frozen meanwhile."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], profiler: StepProfiler) -> None:
         self._socket = socket
+        self._profiler = profiler
         self._last_read = time.monotonic()
 
     def hand_to(self, core: EngineCore) -> None:
-        """Hands all commands that have come to `core`."""
+        """Hands all commands that have come to `core`, but for those that are about this process."""
         now = time.monotonic()
         stood_still_s, self._last_read = now - self._last_read, now
         while self._socket.poll(0):
             for command in m.decode_commands(self._socket.recv()):
-                core.handle(command)
+                match command:
+                    case m.ProfileSteps():
+                        self._profiler.begin(command)
+                    case m.EndProfile():
+                        self._profiler.end()
+                    case m.ShowDebug(is_on):
+                        show_debug(is_on)
+                    case _:
+                        core.handle(command)
         if stood_still_s > LOSS_NOTICED_S:
             log.warning("the engine stood still", extra={"seconds": round(stood_still_s, 1)})
             core.stood_still(stood_still_s)
@@ -225,9 +238,16 @@ class _Loop:
     neither the publication of the chunk before it, nor other requests' fetches, nor a prefill worker's start."""
 
     def __init__(
-        self, core: EngineCore, commands: _Commands, socket: zmq.Socket[bytes], wakeup: Wakeup, times: BatchTimeReporter
+        self,
+        core: EngineCore,
+        commands: _Commands,
+        socket: zmq.Socket[bytes],
+        wakeup: Wakeup,
+        times: BatchTimeReporter,
+        profiler: StepProfiler,
     ) -> None:
         self._times = times
+        self._profiler = profiler
         self._core = core
         self._commands = commands
         self._socket = socket
@@ -248,11 +268,17 @@ class _Loop:
         self._commands.hand_to(self._core)
         output = self._core.prepare()
         self._send()
-        self._is_busy = self._core.end(self._core.begin(output), self._pass_messages)
+        with self._profiler.step(output):
+            self._is_busy = self._core.end(self._core.begin(output), self._pass_messages)
         now = time.monotonic()
         load = self._reporter.due(self._core.load, now)
         self._send(
-            [*([m.LoadChanged(load)] if load is not None else []), *self._metrics.due(now), *self._times.due(now)]
+            [
+                *([m.LoadChanged(load)] if load is not None else []),
+                *self._metrics.due(now),
+                *self._times.due(now),
+                *self._profiler.due(),
+            ]
         )
 
     def _pass_messages(self) -> None:

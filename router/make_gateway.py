@@ -20,6 +20,7 @@ from router.running.prefix_hints import PrefixHints
 from router.running.retries import DispatchLimits, Retries
 from router.running.routes import Routes
 from router.running.threads import TextThreads
+from router.serving.embeddings import Embeddings
 from router.serving.endings import Endings
 from router.serving.gateway import Gateway
 from router.serving.generation import Generation
@@ -62,12 +63,13 @@ def make_gateway(
         begin_trace=never_traced if traces is None else traces.begin,
     )
     routes, retries = Routes(registry, policy_of(settings), process.decisions), Retries(registry, limits)
+    endings = _endings(settings, process, traces)
     return Gateway(
         admission,
         preparation,
-        Generation(Dispatcher(registry, routes, retries), admission, _endings(settings, process, traces)),
+        Generation(Dispatcher(registry, routes, retries), admission, endings),
         routes,
-        Embedder(registry, routes, retries, admission),
+        Embeddings(Embedder(registry, routes, retries, admission), endings),
         PrefixHints(registry, routes, admission, threads),
         process,
         also_reasoning=settings.also_reasoning,

@@ -16,7 +16,6 @@ from common.grpc.health import NOT_SERVING, SERVING, Health
 from common.grpc.options import client_server_options
 from common.grpc.server import make_server, until_ended
 from common.grpc.transport import Channels
-from common.logs import flip_debug
 from common.process.allocator import keep_few_arenas
 from common.process.open_files import allow_open_files
 from common.process.tasks import VitalTasks, count_tasks
@@ -140,7 +139,7 @@ async def serve(
         connections = Connections(process.max_connections, settings.receive_timeout)
         web = WebServer(http_socket, app, connections, None if tls is None else tls.server_context())
         look = functools.partial(_look_at_files, reload, quotas, keys)
-        with stop_signals(stop), hang_up_signal(look), level_signal(flip_debug):
+        with stop_signals(stop), hang_up_signal(look), level_signal(process.flip_debug):
             process.takes_signals()
             health.renew = functools.partial(_set_health, health, gateway)
             health.renew()

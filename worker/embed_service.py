@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
 from common.errors import InvalidArgumentError
+from common.tracing import RequestSpans, Span, Value
 from engine import messages as m
 from protos.baton.v1 import embed_pb2, embed_pb2_grpc
+from worker.request_spans import add_step, exported
 from worker.shell import Work, Worker, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -29,6 +33,25 @@ class EmbedServicer(embed_pb2_grpc.EmbedServiceServicer):
         request: embed_pb2.EmbedTokensRequest,
         context: Context,  # noqa: ARG002
     ) -> embed_pb2.EmbedTokensResponse:
+        worker, begin = self._worker, time.monotonic()
+        spans = worker.traced(request.traceparent, request.tracestate)
+        if spans is None or worker.spans is None:
+            return await self._embed(request, begin, None)
+
+        def whole(error: str) -> Sequence[Span]:
+            attributes: dict[str, Value] = {
+                "baton.worker": worker.address,
+                "baton.request_id": request.request_id,
+                "baton.prompt_tokens": len(request.prompt_token_ids),
+            }
+            return spans.whole("baton.v1.EmbedService/EmbedTokens", begin, time.monotonic(), attributes, error=error)
+
+        with exported(worker.spans, whole):
+            return await self._embed(request, begin, spans)
+
+    async def _embed(
+        self, request: embed_pb2.EmbedTokensRequest, begin: float, spans: RequestSpans | None
+    ) -> embed_pb2.EmbedTokensResponse:
         worker = self._worker
         with ends_counted("embed"):
             work = Work("embed", request.request_id)
@@ -44,11 +67,18 @@ class EmbedServicer(embed_pb2_grpc.EmbedServiceServicer):
                             dimensions=request.dimensions,
                             normalize=request.normalize if request.HasField("normalize") else True,
                             cache_salt=request.cache_salt,
+                            traceparent="" if spans is None else spans.own.traceparent,
                         )
                     )
                     event = await stream.next()
+                    while isinstance(event, m.StepTraced):
+                        if spans is not None:
+                            add_step(spans, event)
+                        event = await stream.next()
         match event:
             case m.Embedded():
+                if spans is not None:
+                    spans.add("queue", begin, begin + event.queue_s)
                 return embed_pb2.EmbedTokensResponse(
                     values=event.values, cached_tokens=event.num_cached_tokens, queue_ms=event.queue_s * 1000
                 )

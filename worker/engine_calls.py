@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from common.errors import UnavailableError
 from engine import messages as m
 
 ANSWER_TIMEOUT_S = 10.0
+TRACE_TIMEOUT_S = 60.0  # to write a trace
 
 
 class EngineCalls:
@@ -19,14 +21,18 @@ class EngineCalls:
         self._asked: tuple[int, asyncio.Future[m.Status]] | None = None  # the status call under way
         self._asked_next: asyncio.Future[m.Status] | None = None  # whose callers came after it had begun
         self._hints: dict[int, asyncio.Future[m.CacheHinted]] = {}  # by call id: calls under way
+        self._profiles: dict[int, asyncio.Future[m.StepsProfiled]] = {}  # likewise
 
-    def answered(self, event: m.Status | m.CacheHinted) -> None:
+    def answered(self, event: m.Status | m.CacheHinted | m.StepsProfiled) -> None:
         match event:
             case m.Status():
                 self._take_in_status(event)
             case m.CacheHinted(call_id=call_id):
                 if (future := self._hints.get(call_id)) and not future.done():
                     future.set_result(event)
+            case m.StepsProfiled(call_id=call_id):
+                if (profiled := self._profiles.get(call_id)) and not profiled.done():
+                    profiled.set_result(event)
 
     async def status(self) -> m.Status:
         """Load and integrity between two steps, as of after this call. Raises `UnavailableError` if no answer comes.
@@ -75,3 +81,23 @@ class EngineCalls:
             raise UnavailableError(f"the engine gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
         finally:
             del self._hints[call_id]
+
+    async def profile(self, num_steps: int, timeout_s: float, path: str) -> m.StepsProfiled:
+        """Has a trace of the next steps written to `path`. Raises `UnavailableError` if no answer comes."""
+        call_id = next(self._numbers)
+        future: asyncio.Future[m.StepsProfiled] = asyncio.get_running_loop().create_future()
+        self._profiles[call_id] = future
+        self._send(m.ProfileSteps(call_id=call_id, num_steps=num_steps, timeout_s=timeout_s, path=path))
+        try:
+            async with asyncio.timeout(timeout_s + TRACE_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise UnavailableError(f"the engine gave no trace within {timeout_s + TRACE_TIMEOUT_S:.0f} s") from None
+        finally:
+            del self._profiles[call_id]
+            if not future.done() or future.cancelled():
+                self._end_profile()
+
+    def _end_profile(self) -> None:
+        with contextlib.suppress(UnavailableError):  # it has ended meanwhile
+            self._send(m.EndProfile())

@@ -69,9 +69,15 @@ class EngineClient:
         """Waits until the model is loaded. Raises `StartupError` with the engine's own reason."""
         return await asyncio.shield(self._ready)
 
-    def flip_debug(self) -> None:
-        """See `common.logs`. Call it once the engine is ready: before, it may not have a handler yet."""
-        self._process.flip_debug()
+    def show_debug(self, *, is_on: bool) -> None:
+        """See `common.logs`."""
+        if not self.died.is_set() and self._process.is_open:
+            self.send(m.ShowDebug(is_on))
+
+    @property
+    def pid(self) -> int:
+        """The engine process's. Raises `UnavailableError` if it has ended."""
+        return self._process.pid
 
     async def stop(self) -> None:
         """Ends the engine process."""
@@ -208,7 +214,7 @@ class EngineClient:
                 self._relay.apply(changes)
             case m.BatchTimeChanged():
                 await self._learn_times(event)
-            case m.Status() | m.CacheHinted():
+            case m.Status() | m.CacheHinted() | m.StepsProfiled():
                 self.calls.answered(event)
             case _:
                 if stream := self._streams.get(event.request_id):

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -73,6 +72,13 @@ class EngineProcess:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def pid(self) -> int:
+        """Raises `UnavailableError` if it has ended."""
+        if self._process is None or self._process.returncode is not None:
+            raise UnavailableError("the engine is not running")
+        return self._process.pid
+
     def send(self, message: bytes) -> None:
         if self._socket is None or self._socket.closed:
             raise UnavailableError("the engine is not running")
@@ -90,10 +96,6 @@ class EngineProcess:
         """Waits for the process to end. Returns its exit code."""
         assert self._process is not None  # noqa: S101 (the process has started)
         return await self._process.wait()
-
-    def flip_debug(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         if self._process is not None:

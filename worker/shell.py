@@ -37,6 +37,7 @@ from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient
 from worker.engine_stream import EngineStream
+from worker.profiles import Profiles
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Worker:
         self.state = WorkerState.READY
         self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch)
         self.channels = ChannelPool(Channels(settings))
+        self.profiles = Profiles(self.engine)
         self.hedges = RetryBudget(ratio=HEDGE_RATIO, floor_per_s=HEDGES_PER_S, window_s=HEDGE_WINDOW_S)
         self.drain_requested = asyncio.Event()
         self.drain_timeout = settings.drain_timeout
@@ -174,8 +176,7 @@ class Worker:
 
     def flip_debug(self) -> None:
         """This process and its engine show debug lines, or show them no longer."""
-        flip_debug()
-        self.engine.flip_debug()
+        self.engine.show_debug(is_on=flip_debug())
 
     def traced(self, traceparent: str, tracestate: str) -> RequestSpans | None:
         """Takes spans of a request whose caller says that it is sampled; None if they would go nowhere."""

@@ -164,6 +164,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 )
         return self._tokenizer
 
+    async def Profile(  # noqa: N802
+        self,
+        request: worker_pb2.ProfileRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[worker_pb2.ProfilePart]:
+        async with contextlib.aclosing(self._worker.profiles.take(request)) as parts:
+            async for part in parts:
+                yield part
+
 
 def _load(worker: Worker, load: WorkerLoad) -> worker_pb2.WorkerLoad:
     known = worker.engine.batch_time

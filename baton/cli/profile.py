@@ -1,4 +1,5 @@
-"""`baton profile`: measures how long steps take on this machine, and keeps a model of it."""
+"""`baton profile`: measures how long steps take on this machine, and keeps a model of it; with `--steps`, shows where
+the time of a running worker goes (`baton.cli.profile_worker`)."""
 
 from __future__ import annotations
 
@@ -9,15 +10,36 @@ from pathlib import Path
 import click
 
 from baton.cli.options import SettingsCommand
+from baton.cli.profile_worker import MAX_SECONDS, MAX_STEPS, profile_worker
+from baton.settings import ProfileSettings
 from common.batch_time import Regime
 from common.config import EngineSettings
-from common.errors import StartupError
+from common.errors import ConfigError, StartupError
 
-MIN_MINUTES = 0.05
+MIN_MINUTES, DEFAULT_MINUTES = 0.05, 4.0
 RUN = 100  # steps of a trace that are fitted or held out together
 
 
-def profile(settings: EngineSettings, *, minutes: float, out: str | None, traces: tuple[str, ...]) -> int:
+def profile(
+    settings: ProfileSettings,
+    *,
+    minutes: float | None,
+    out: str | None,
+    traces: tuple[str, ...],
+    steps: int | None,
+    worker: str | None,
+    direct: bool,
+    seconds: float | None,
+) -> int:
+    if steps is not None:
+        if minutes is not None or traces:
+            raise ConfigError("--steps", "asks a running worker; --minutes and --from are for a model of time")
+        if worker is None:
+            raise ConfigError("--worker", "is missing: the address of the worker (`baton status` lists them)")
+        return profile_worker(settings, worker, num_steps=steps, seconds=seconds, direct=direct, out=out)
+    if worker is not None or direct or seconds is not None:
+        raise ConfigError("--steps", "is missing: how many steps of the worker to look at")
+    minutes = DEFAULT_MINUTES if minutes is None else minutes
     if traces:
         return profile_from(settings, [Path(trace) for trace in traces], out)
     from rich.console import Console
@@ -100,25 +122,51 @@ def profile_from(settings: EngineSettings, traces: Sequence[Path], out: str | No
 
 PROFILE = SettingsCommand(
     "profile",
-    EngineSettings,
+    ProfileSettings,
     profile,
-    about="Learns how long steps take with this model on this machine, and keeps what it learned.",
+    about="Learns how long steps take with this model on this machine, and keeps what it learned; with --steps, shows "
+    "where the time of a running worker goes.",
     examples=[
-        "baton profile",
+        "baton profile                                        # a model of time, in 4 minutes",
         "baton profile --minutes 10 --dtype bfloat16",
         "baton profile --from steps.jsonl --out here.json",
+        "baton profile --steps 50 --worker 10.0.0.7:50061     # a trace and flame graphs of a worker that serves",
+        "baton profile --steps 50 --worker 10.0.0.7:50061 --router 10.0.0.5:50051 --out profiles/",
     ],
     params=[
         click.Option(
-            ["--minutes"], type=click.FloatRange(min=MIN_MINUTES), default=4.0, show_default=True, help="how long"
+            ["--minutes"],
+            type=click.FloatRange(min=MIN_MINUTES),
+            help=f"model of time: how long to measure  [default: {DEFAULT_MINUTES:g}]",
         ),
         click.Option(
             ["--from", "traces"],
             metavar="FILE",
             multiple=True,
             type=click.Path(exists=True, dir_okay=False),
-            help="fit to what a worker's --step-trace wrote, and measure nothing; may be given several times",
+            help="model of time: fit to what a worker's --step-trace wrote, and measure nothing; may be given several "
+            "times",
         ),
-        click.Option(["--out"], metavar="FILE", help="where the model goes; a file in --cache-dir if unset"),
+        click.Option(
+            ["--steps"],
+            type=click.IntRange(1, MAX_STEPS),
+            help="running worker: trace so many of its next steps with torch's profiler, and draw flame graphs of its "
+            "two processes if py-spy is installed there. It goes on serving",
+        ),
+        click.Option(["--worker"], metavar="HOST:PORT", help="running worker: which, as `baton status` shows it"),
+        click.Option(
+            ["--direct"], is_flag=True, help="running worker: ask the worker itself, at --worker, and not the router"
+        ),
+        click.Option(
+            ["--seconds"],
+            type=click.FloatRange(min=0, min_open=True, max=MAX_SECONDS),
+            help="running worker: how long to wait for that many steps  [default: 30]",
+        ),
+        click.Option(
+            ["--out"],
+            metavar="PATH",
+            help="model of time: its file, in --cache-dir if unset; running worker: the folder for what comes of it, "
+            "this one if unset",
+        ),
     ],
 )

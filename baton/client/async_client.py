@@ -21,8 +21,9 @@ from baton.client.base_client import BaseClient, Metadata
 from baton.client.call_errors import to_baton_error
 from baton.client.fleet import fleet_worker
 from baton.client.messages import Tool
+from baton.client.profiles import profile_message, profile_of
 from baton.client.received import Received, last_message
-from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
+from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Profile, Result
 from baton.client.requests import (
     Messages,
     PrefixOptions,
@@ -36,7 +37,7 @@ from baton.client.requests import (
 )
 from common.finished_request import FinishedRequest
 from common.grpc.streams import MessageStream
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2_grpc
 from protos.messages import value_of
 
 Call = (
@@ -214,6 +215,18 @@ class AsyncClient(BaseClient[AsyncAnswer]):
         """Does what `Client.requests` does."""
         asked = router_pb2.GetRequestsRequest(limit=limit, request_id=request_id)
         return [value_of(one, FinishedRequest) for one in (await self._ask(self._fleet.GetRequests, asked)).requests]
+
+    async def profile_worker(self, address: str = "", *, num_steps: int = 0, timeout_s: float = 0.0) -> Profile:
+        """Does what `Client.profile_worker` does."""
+        asked = profile_message(address, num_steps, timeout_s)
+        try:
+            if address:
+                call = self._fleet.ProfileWorker(asked, timeout=self._timeout, metadata=self._metadata)
+            else:
+                call = worker_pb2_grpc.WorkerServiceStub(self._channel).Profile(asked.profile, timeout=self._timeout)
+            return profile_of([part async for part in call])
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
 
     async def _ask(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.client.messages import ToolCall, ToolCallDelta
@@ -164,3 +164,13 @@ class Prefix:
     num_tokens: int
     num_blocks: int
     workers: tuple[PrefixOnWorker, ...]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Profile:
+    """Where the time of a worker's next steps went."""
+
+    files: Mapping[str, bytes]  # trace.json.gz, engine.svg and front.svg: those that there are
+    num_steps: int  # that the trace has; 0: there is none
+    seconds: float  # from the first of them to the end of the last
+    notes: Sequence[str]  # what is missing, and why

@@ -23,8 +23,9 @@ from baton.client.base_client import BaseClient, Metadata
 from baton.client.call_errors import to_baton_error
 from baton.client.fleet import fleet_worker
 from baton.client.messages import Tool
+from baton.client.profiles import profile_message, profile_of
 from baton.client.received import Received
-from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
+from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Profile, Result
 from baton.client.requests import (
     Messages,
     PrefixOptions,
@@ -37,7 +38,7 @@ from baton.client.requests import (
     tokenize_message,
 )
 from common.finished_request import FinishedRequest
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2_grpc
 from protos.messages import value_of
 
 Request = TypeVar("Request", bound=Message)
@@ -204,6 +205,19 @@ class Client(BaseClient[Answer]):
         its tenant, an operator's all."""
         asked = router_pb2.GetRequestsRequest(limit=limit, request_id=request_id)
         return [value_of(one, FinishedRequest) for one in self._ask(self._fleet.GetRequests, asked).requests]
+
+    def profile_worker(self, address: str = "", *, num_steps: int = 0, timeout_s: float = 0.0) -> Profile:
+        """Where the time of a worker's next steps goes, while it serves. Asks for an operator's key, if the router asks
+        for keys. `address` is as `fleet` has it; empty if this client is connected to the worker itself. `num_steps` 0:
+        20, `timeout_s` 0: 30, and that is how long the worker waits for that many steps."""
+        asked = profile_message(address, num_steps, timeout_s)
+        try:
+            if address:
+                return profile_of(self._fleet.ProfileWorker(asked, timeout=self._timeout, metadata=self._metadata))
+            worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+            return profile_of(worker.Profile(asked.profile, timeout=self._timeout))
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
 
     def _ask(
         self,

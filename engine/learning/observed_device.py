@@ -38,7 +38,9 @@ class ObservedDevice(Device):
         clock: Callable[[], float] = time.monotonic,
         cores: Callable[[], tuple[float, int]] | None = None,
     ) -> None:
-        """`cores`: this thread's seconds on a core, and how often the process's threads were taken off one. Another
+        """`is_profiled` may be set: steps that a profiler looks at take longer, and nothing is learned from them.
+
+        `cores`: this thread's seconds on a core, and how often the process's threads were taken off one. Another
         device than a CPU computes without them."""
         self.info = device.info
         self._device = device
@@ -49,6 +51,7 @@ class ObservedDevice(Device):
         self._begun: dict[int, _Begun] = {}
         self._ended_at: float | None = None  # the last step
         self._has_copied = False  # since the last step began
+        self.is_profiled: Callable[[], bool] = lambda: False
 
     def begin(self, step: StepInput) -> Ticket:
         host_s = None if self._ended_at is None else self._clock() - self._ended_at
@@ -66,7 +69,7 @@ class ObservedDevice(Device):
         begun = self._begun.pop(ticket.number)
         if output.failures or output.elapsed_s <= 0:
             return output
-        is_clean = begun.is_clean
+        is_clean = begun.is_clean and not self.is_profiled()
         if self._cores is not None:
             computed_s, num_switches = self._cores()
             wall_s = now - start

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 
 from common import metrics
-from common.errors import StartupError, UnauthenticatedError
+from common.errors import ForbiddenError, StartupError, UnauthenticatedError
 from common.logs import RareLine
 from common.process.watched_files import WatchedFiles, read_file
 from router.limits.clients import ApiClient
@@ -112,3 +112,10 @@ def visible_tenant() -> str | None:
     for."""
     client = current_client.get()
     return None if client is None or client.is_operator else client.tenant
+
+
+def check_operator(what: str) -> None:
+    """Raises `ForbiddenError` if the caller's key is no operator's. `what` is that which it asked for."""
+    client = current_client.get()
+    if client is not None and not client.is_operator:
+        raise ForbiddenError(f"{what} an operator's key (operator=true in the file of keys)")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import grpc
 
-from common.errors import InvalidArgumentError
+from common.errors import IncompatibleError, InvalidArgumentError, NotFoundError, UnavailableError
 from common.finished_request import FinishedRequest
+from common.grpc.status import error_of_call
 from common.types import WorkerState
 from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto, state_to_proto
 from protos.messages import message_of
-from router.api.api_keys import visible_tenant
+from router.api.api_keys import check_operator, visible_tenant
 from router.api.worker_views import WorkerView, WorkerViews
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
@@ -21,6 +22,8 @@ from router.running.finished import MAX_FINISHED
 
 STATUS_TIMEOUT_S = 2.0
 DEFAULT_REQUESTS = 50
+MESSAGES_AT_ONCE = 16  # to make the message of a request takes some 60 us
+PROFILE_TIMEOUT_S = 600.0  # more than a worker takes for the longest profile
 
 LatestRequests = Callable[[int, str | None, str], Awaitable[list[FinishedRequest]]]
 """See `Gateway.latest_requests`."""
@@ -58,7 +61,35 @@ class FleetService:
         if request.limit > MAX_FINISHED:
             raise InvalidArgumentError("limit", f"must be a number up to {MAX_FINISHED}")
         told = await self._latest_requests(request.limit or DEFAULT_REQUESTS, visible_tenant(), request.request_id)
-        return router_pb2.GetRequestsResponse(requests=[message_of(one, router_pb2.FinishedRequest) for one in told])
+        response = router_pb2.GetRequestsResponse()
+        for start in range(0, len(told), MESSAGES_AT_ONCE):
+            response.requests.extend(
+                message_of(one, router_pb2.FinishedRequest) for one in told[start : start + MESSAGES_AT_ONCE]
+            )
+            await asyncio.sleep(0)  # others' turn
+        return response
+
+    async def ProfileWorker(  # noqa: N802
+        self, request: router_pb2.ProfileWorkerRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncGenerator[worker_pb2.ProfilePart, None]:
+        """A trace says what a worker computes, and for how many: that is for operators alone."""
+        check_operator("workers are profiled for")
+        address = request.address
+        if address not in {endpoint.address for endpoint in self._registry.endpoints()}:
+            raise NotFoundError(f"{address!r} is no worker of this router (`baton status` lists them)", field="address")
+        stub = worker_pb2_grpc.WorkerServiceStub(self._registry.channel(address))
+        try:
+            async for part in stub.Profile(request.profile, timeout=PROFILE_TIMEOUT_S):
+                yield part
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise IncompatibleError(f"{address} is of a version that takes no profiles") from error
+            raise error_of_call(error.code().name, error.details() or "", error.trailing_metadata()) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise UnavailableError(f"{address} is no worker of this router any more") from None
 
 
 def _add_view(worker: router_pb2.FleetWorker, view: WorkerView) -> None:

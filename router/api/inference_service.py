@@ -76,9 +76,10 @@ class InferenceService:
                 arrived_at=arrived_at,
                 timeout_s=context.time_remaining(),
                 client=client,
+                hints=call_hints(_metadata(context)),
             )
             with gateway.admission.gate.bytes_held() as held:
-                embedded = await gateway.embedder.embed(wanted, held.grow)
+                embedded = await gateway.embeddings.embed(wanted, held.grow)
                 response = inference_pb2.EmbedResponse(request_id=wanted.request_id, model=model.limits.model)
                 for one in embedded:
                     response.embeddings.add(values=one.values)

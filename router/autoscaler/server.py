@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from common.config import AutoscalerSettings
 from common.errors import ConfigError
 from common.grpc.transport import Channels
-from common.logs import setup_logging
+from common.logs import flip_debug, setup_logging
 from common.process.tasks import VitalTasks
 from common.tls import serving_files
 from common.types import WorkerRole
@@ -35,7 +35,7 @@ from router.autoscaler.rules import TargetRules, Targets
 from router.autoscaler.signals import ROLES
 from router.fleet.discovery.kubernetes import ApiServer, KubernetesError, own_namespace
 from router.fleet.discovery.sources import discover
-from router.stop_signals import stop_signals
+from router.stop_signals import level_signal, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
 
         stack.push_async_callback(fleet.close)
         fleet.start()
-        with stop_signals(stop):
+        with stop_signals(stop), level_signal(flip_debug):
             await _run(jobs, vital, stop, lambda: ready(addresses) if ready else None)
     log.info("autoscaler ended")
 

@@ -411,6 +411,7 @@ class Preparation:
         arrived_at: float,
         timeout_s: float | None = None,
         client: ApiClient | None = None,
+        hints: CallHints | None = None,
     ) -> EmbedRequest:
         """The request for the embeddings of `prompts`, checked as `requests` checks its own. `dimensions` 0: all."""
         if request_id:
@@ -426,8 +427,10 @@ class Preparation:
             dimensions=dimensions,
             normalize=normalize,
             cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+            arrived_at=arrived_at,
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
             client=client or NOBODY,
+            traced=self._begin_trace(hints.traceparent, hints.tracestate) if hints is not None else None,
         )
         check_num_values(request, dimensions)
         return request

@@ -17,11 +17,11 @@ import msgspec
 from common import metrics
 from common.config import RouterSettings
 from common.errors import BatonError, ConfigError, InternalError, UnavailableError
-from common.logs import setup_logging
+from common.logs import setup_logging, show_debug
 from common.process.garbage_collection import look_rarely
 from common.process.tasks import VitalTasks
 from router.processes import scrape
-from router.processes.messages import Ask, Beat, Failed, Link, Placed, Refused, Reply
+from router.processes.messages import Ask, Beat, Failed, Link, Placed, Refused, Reply, ShowDebug
 from router.processes.process_query import ProcessQuery, T
 from router.processes.remote_queue import RemoteQueue
 from router.processes.router_process import RouterProcess
@@ -76,6 +76,7 @@ class Member(RouterProcess):
         self._num_silent = 0  # own beats since the parent's last one
         self._queries: dict[str, ProcessQuery[Any]] = {}
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
         self.is_replacement = spec.is_replacement
         self.http_listen, self.grpc_listen, self.health_listen = (
@@ -114,6 +115,9 @@ class Member(RouterProcess):
             metrics.router_process_restarts.inc()
         self._vital.start(self._beat(), name="signs of life")
 
+    def flip_debug(self) -> None:
+        """Does nothing: the parent gets the signal too, and tells all of its processes."""
+
     def ready(self) -> None:
         self._is_ready = True
         self.link.send(Beat(True))
@@ -148,18 +152,25 @@ class Member(RouterProcess):
             match message:
                 case Beat():
                     self._num_silent = 0
+                case ShowDebug(is_on):
+                    show_debug(is_on)
                 case Placed() | Refused():
                     self.remote_queue.heard(message)
                 case Ask():
-                    query = self._queries.get(message.what)
-                    told = [] if query is None else query.tell(message.limit, message.tenant, message.which)
-                    self.link.send(Reply(message.number, [msgspec.msgpack.encode(told)]))
+                    task = asyncio.create_task(self._tell(message))
+                    self._telling.add(task)
+                    task.add_done_callback(self._telling.discard)
                 case Reply():
                     answer = self._asked.get(message.number)
                     if answer is not None and not answer.done():
                         answer.set_result(message.contents)
         log.critical("the router's parent process is gone, this one ends at once")
         os._exit(1)
+
+    async def _tell(self, ask: Ask) -> None:
+        query = self._queries.get(ask.what)
+        told = [] if query is None else await query.told(ask.limit, ask.tenant, ask.which)
+        self.link.send(Reply(ask.number, [msgspec.msgpack.encode(told)]))
 
     async def _beat(self) -> None:
         """Raises `InternalError` if the parent hangs: a hung parent neither replaces a process that ends nor gives a

@@ -66,6 +66,12 @@ class QueueLimits(msgspec.Struct, tag=True):
     max_wait_s: float
 
 
+class ShowDebug(msgspec.Struct, tag=True):
+    """Whether the process shows debug lines (`common.logs`), as its parent does."""
+
+    is_on: bool
+
+
 class Ask(msgspec.Struct, tag=True):
     """A query to all processes of the router. One of them asks the parent, which asks each."""
 
@@ -84,7 +90,7 @@ class Reply(msgspec.Struct, tag=True):
     contents: list[bytes]
 
 
-Message = Beat | Failed | Enter | Placed | Refused | Leave | QueueLimits | Ask | Reply
+Message = Beat | Failed | Enter | Placed | Refused | Leave | QueueLimits | ShowDebug | Ask | Reply
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 

@@ -21,14 +21,14 @@ from dataclasses import replace
 
 from common.config import RouterSettings
 from common.errors import BatonError, OverloadedError, StartupError
-from common.logs import flip_debug
+from common.logs import flip_debug, shows_debug
 from common.process.restarts import WINDOW_S, Restarts
 from common.process.tasks import VitalTasks
 from router.limits.request_queue import RequestQueue
 from router.processes import scrape
 from router.processes.child import Child, start
 from router.processes.member import ProcessSpec
-from router.processes.messages import Ask, Beat, Enter, Failed, Leave, Placed, QueueLimits, Refused, Reply
+from router.processes.messages import Ask, Beat, Enter, Failed, Leave, Placed, QueueLimits, Refused, Reply, ShowDebug
 from router.processes.ports import held
 from router.processes.shared_folder import shared_folder
 from router.processes.shared_ledger import SharedLedger
@@ -127,17 +127,15 @@ class _Parent:
 
     def _flip_debug(self) -> None:
         """SIGUSR1: all processes show debug lines, or show them no longer."""
-        flip_debug()
-        self._pass_on(signal.SIGUSR1)
+        is_on = flip_debug()
+        for child in self._children.values():
+            child.link.send(ShowDebug(is_on))
 
     def _pass_on_hang_up(self) -> None:
         """SIGHUP: the processes read their files again."""
-        self._pass_on(signal.SIGHUP)
-
-    def _pass_on(self, number: signal.Signals) -> None:
         for child in self._children.values():
             if child.listens:
-                child.send_signal(number)
+                child.send_signal(signal.SIGHUP)
 
     async def _drain(self) -> bool:
         """Drains all processes at once. Returns whether they ended in time."""
@@ -163,6 +161,8 @@ class _Parent:
             spec = replace(self._spec, number=number, is_replacement=has_listened)
             child = self._children[number] = await start(self._settings, self._file, spec)
             pid = child.process.pid
+            if shows_debug():
+                child.link.send(ShowDebug(True))
             try:
                 await self._follow(child)
             finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 
 from common.config import RouterSettings
+from common.logs import flip_debug
 from common.process.tasks import VitalTasks
 from router.limits.demand import Demand
 from router.limits.ledger import Ledger, LocalLedger
@@ -45,6 +46,10 @@ class RouterProcess:
     def takes_signals(self) -> None:
         """Signals have handlers from now on."""
 
+    def flip_debug(self) -> None:
+        """SIGUSR1: shows debug lines, or shows them no longer."""
+        flip_debug()
+
     def not_ready(self, own_reason: str) -> str:
         """Why the router as a whole is not ready to take requests; empty if it is ready. `own_reason` is this process's
         own reason, empty if it is ready."""
@@ -59,4 +64,4 @@ class RouterProcess:
 
     async def ask(self, query: ProcessQuery[T], limit: int = 0, tenant: str | None = None, which: str = "") -> list[T]:
         """The answers of all processes of the router."""
-        return query.tell(limit, tenant, which)
+        return await query.told(limit, tenant, which)

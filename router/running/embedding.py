@@ -11,12 +11,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
 import grpc
 
 from common.errors import BatonError, DeadlineError, InvalidArgumentError
+from common.tracing import TraceContext, Traced
 from protos.baton.v1 import embed_pb2, embed_pb2_grpc
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
@@ -24,7 +26,7 @@ from router.fleet.served_model import ServedModel
 from router.limits.admission import Admission
 from router.limits.clients import NOBODY, ApiClient, Charge
 from router.policy.base import RoutingRequest
-from router.running.request import Prompt
+from router.running.request import Attempt, Progress, Prompt
 from router.running.retries import NO_FAULTS, Retries, WorkerLostError, failure_of
 from router.running.routes import Route, Routes
 
@@ -33,6 +35,7 @@ MAX_AT_ONCE = 16  # inputs of one request that workers have at a time
 MAX_VALUES = 2**22  # numbers in all vectors of one answer: 16 MiB here, and some 80 MiB in JSON
 MAX_DIMENSIONS = 2**20
 VALUE_BYTES = 4
+MAX_TOLD_CALLS = 16  # of one request, in its timeline and its trace: it may have thousands
 _TOO_OLD = "UNIMPLEMENTED"  # for embeddings
 
 
@@ -47,8 +50,18 @@ class EmbedRequest:
     dimensions: int = 0  # 0: all
     normalize: bool = True
     cache_salt: str = ""
+    arrived_at: float
     deadline: float  # time.monotonic() at which the client gives up
     client: ApiClient = NOBODY
+    traced: Traced | None = None  # None: it is not sampled
+
+    @property
+    def operation(self) -> str:
+        return "embeddings"
+
+    @cached_property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @cached_property
     def charges(self) -> list[Charge]:
@@ -76,14 +89,15 @@ class Embedder:
         self._retries = retries
         self._admission = admission
 
-    async def embed(self, request: EmbedRequest, hold: Callable[[int], None]) -> list[Embedded]:
-        """Returns embeddings in the order of the prompts. The first failure ends all of them. `hold` is told of the
-        bytes that are kept, and raises if there are too many. Raises `BatonError`."""
+    def charged(self, request: EmbedRequest) -> AbstractContextManager[None]:
+        """Use it around `embed`. See `Admission.charged`."""
         num_places = min(len(request.prompts), MAX_AT_ONCE)
-        with self._admission.charged(request.client, request.charges, num_answers=1, num_places=num_places):
-            return await self._embed(request, hold)
+        return self._admission.charged(request.client, request.charges, num_answers=1, num_places=num_places)
 
-    async def _embed(self, request: EmbedRequest, hold: Callable[[int], None]) -> list[Embedded]:
+    async def embed(self, request: EmbedRequest, hold: Callable[[int], None], progress: Progress) -> list[Embedded]:
+        """Returns embeddings in the order of the prompts. The first failure ends all of them. `hold` is told of the
+        bytes that are kept, and raises if there are too many. `progress` says what was done. Raises `BatonError`."""
+        progress.num_inputs = len(request.prompts)
         results: list[Embedded | None] = [None] * len(request.prompts)
         left = iter(range(len(results)))
 
@@ -91,8 +105,11 @@ class Embedder:
             for index in left:
                 cost = len(request.prompts[index].token_ids)
                 async with self._admission.turn(request.client, cost, request.deadline):
+                    if progress.turn_at is None:
+                        progress.turn_at = time.monotonic()
                     request.charges[index].worker_was_asked = True
-                    one = await self._one(request, index)
+                    one = await self._one(request, index, progress)
+                progress.usage.cached_tokens += one.num_cached_tokens
                 check_num_values(request, len(one.values))  # the first to come says how long all are
                 hold(VALUE_BYTES * len(one.values))
                 results[index] = one
@@ -105,17 +122,26 @@ class Embedder:
             raise group.exceptions[0] from None
         return [one for one in results if one is not None]
 
-    async def _one(self, request: EmbedRequest, index: int) -> Embedded:
+    async def _one(self, request: EmbedRequest, index: int, progress: Progress) -> Embedded:
         self._retries.budget.request()
         route, num_retries = Route(), 0
         endpoint = await self._pick(request, index, route, None)
         while True:
+            attempt = Attempt("retry" if num_retries else "new", endpoint.address, time.monotonic())
+            if len(progress.attempts) < MAX_TOLD_CALLS:
+                progress.attempts.append(attempt)
+                attempt.context = None if request.traced is None else request.traced.own.child()
             try:
-                return await self._ask(endpoint, request, index)
+                embedded = await self._ask(endpoint, request, index, attempt.context)
+                attempt.ended_at = time.monotonic()
+                progress.report.decode_worker = endpoint.address
+                return embedded
             except WorkerLostError as error:
+                attempt.ended_at, attempt.failure = time.monotonic(), str(error)
                 self._retries.lost(route, endpoint, error)
                 self._retries.allow(num_retries, error)
                 num_retries += 1
+                progress.report.num_retries += 1
                 endpoint = await self._pick(request, index, route, error)
 
     async def _pick(self, request: EmbedRequest, index: int, route: Route, lost: WorkerLostError | None) -> Endpoint:
@@ -133,7 +159,10 @@ class Embedder:
 
         return await self._retries.pick(pick, request.deadline, lost)
 
-    async def _ask(self, endpoint: Endpoint, request: EmbedRequest, index: int) -> Embedded:
+    async def _ask(
+        self, endpoint: Endpoint, request: EmbedRequest, index: int, context: TraceContext | None
+    ) -> Embedded:
+        """`context`: of the call's span, if it has one."""
         timeout_s = request.deadline - time.monotonic()
         if timeout_s <= 0:
             raise DeadlineError("the request's deadline has passed")
@@ -147,6 +176,8 @@ class Embedder:
             dimensions=request.dimensions,
             normalize=request.normalize,
             cache_salt=request.cache_salt,
+            traceparent="" if context is None else context.traceparent,
+            tracestate="" if context is None else context.state,
         )
         track = self._registry.track
         with self._registry.sending({endpoint.address: len(prompt.token_ids)}), track.probing(endpoint.incarnation):

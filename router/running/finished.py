@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import deque
@@ -10,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from common.finished_request import FinishedAttempt, FinishedRequest, Stage
 from router.processes.process_query import ProcessQuery
-from router.running.request import GenerationRequest, Progress
+from router.running.request import AnyRequest, Progress
 
 MAX_FINISHED = 512  # kept
+TOLD_AT_ONCE = 16  # what is told of one takes some 60 us to make
 MAX_REASON_CHARS = 500  # a reason may name each worker of a fleet
 ROUTER = "router"
 
@@ -59,12 +61,12 @@ class Finished:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
     ) -> None:
-        self.query = ProcessQuery("requests", FinishedRequest, self.latest)
+        self.query = ProcessQuery("requests", FinishedRequest, self.latest, self.prepare)
         self._clock = clock
         self._wall_clock = wall_clock
         self._kept: deque[_Kept] = deque(maxlen=MAX_FINISHED)
 
-    def add(self, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
+    def add(self, request: AnyRequest, progress: Progress, ending: Ending) -> None:
         """Nobody changes `progress` any more."""
         now = self._clock()
         self._kept.append(
@@ -75,7 +77,7 @@ class Finished:
                 client=request.client.name,
                 model=request.model.limits.model,
                 operation=request.operation,
-                num_prompt_tokens=len(request.prompt_token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
                 arrived_at=request.arrived_at,
                 came_at=self._wall_clock() - (now - request.arrived_at),
                 ended_at=now,
@@ -84,14 +86,25 @@ class Finished:
             )
         )
 
+    async def prepare(self, limit: int, tenant: str | None = None, request_id: str = "") -> None:
+        """Makes what `latest` is about to tell, some at a time: meanwhile others have their turn."""
+        untold = [kept for kept in self._latest(limit, tenant, request_id) if kept.told is None]
+        for number, kept in enumerate(untold, start=1):
+            _told(kept)
+            if number % TOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
     def latest(self, limit: int, tenant: str | None = None, request_id: str = "") -> list[FinishedRequest]:
         """The newest first; with `tenant` only those of its requests, with `request_id` only those of that id."""
+        return [_told(kept) for kept in self._latest(limit, tenant, request_id)]
+
+    def _latest(self, limit: int, tenant: str | None, request_id: str) -> list[_Kept]:
         found = (
             kept
             for kept in reversed(self._kept)
             if (tenant is None or kept.tenant == tenant) and (not request_id or kept.request_id == request_id)
         )
-        return [_told(kept) for kept in itertools.islice(found, limit)]
+        return list(itertools.islice(found, limit))
 
     def paces(self, latest_s: float) -> list[Pace]:
         """Of the answers that became complete in the last `latest_s` seconds."""
@@ -191,6 +204,11 @@ def _stretches(progress: Progress, arrived_at: float, ended_at: float) -> Iterat
     turn_at = ended_at if progress.turn_at is None else progress.turn_at
     yield "prepare", ROUTER, arrived_at, queued_at
     yield "router queue", ROUTER, queued_at, turn_at
+    if progress.num_inputs:
+        for attempt in progress.attempts:
+            name = "failed attempt" if attempt.failure else "embed"
+            yield name, attempt.decode_worker, attempt.started_at, attempt.ended_at or ended_at
+        return
     free_at = turn_at
     for attempt in progress.attempts:
         yield "route", ROUTER, free_at, attempt.started_at

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.running.request import GenerationRequest, Progress
+from router.running.request import AnyRequest, Progress
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class InFlight:
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
-        self._running: dict[int, tuple[GenerationRequest, Progress]] = {}  # clients may choose equal request ids
+        self._running: dict[int, tuple[AnyRequest, Progress]] = {}  # clients may choose equal request ids
 
-    def began(self, request: GenerationRequest, progress: Progress) -> None:
+    def began(self, request: AnyRequest, progress: Progress) -> None:
         self._running[id(progress)] = request, progress
 
     def ended(self, progress: Progress) -> None:
@@ -63,7 +63,7 @@ class InFlight:
         return found
 
 
-def _told(request: GenerationRequest, progress: Progress, now: float, wall_now: float) -> RunningRequest:
+def _told(request: AnyRequest, progress: Progress, now: float, wall_now: float) -> RunningRequest:
     last, first_at = progress.attempts[-1] if progress.attempts else None, progress.first_token_at
     return RunningRequest(
         request_id=request.request_id,
@@ -71,7 +71,7 @@ def _told(request: GenerationRequest, progress: Progress, now: float, wall_now: 
         client=request.client.name,
         model=request.model.limits.model,
         phase="queued" if last is None else "prefill" if first_at is None else "decode",
-        prompt_tokens=len(request.prompt_token_ids),
+        prompt_tokens=request.num_prompt_tokens,
         output_tokens=progress.num_output_tokens,
         prefill_worker="" if last is None else last.prefill_worker,
         decode_worker="" if last is None else last.decode_worker,

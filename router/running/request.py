@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from common.beam_search import BeamSearchParams
 from common.cache_hints import Retain
@@ -69,6 +70,27 @@ class SamplingMessages:
         return message
 
 
+class AnyRequest(Protocol):
+    """What is told of a request, whatever it asks for."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def model(self) -> ServedModel: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def arrived_at(self) -> float: ...
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def client(self) -> ApiClient: ...
+    @property
+    def traced(self) -> Traced | None: ...
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationRequest:
     """One answer to be generated: validated, and as workers take it. Made by `Preparation.requests`."""
@@ -99,6 +121,10 @@ class GenerationRequest:
     traced: Traced | None = None  # None: it is not sampled
     is_follow_up: bool = False  # a further step of a request whose way was told of
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -176,7 +202,8 @@ class NewTokens:
 
 @dataclass(slots=True)
 class Attempt:
-    """One call of a decode worker. Times are seconds of the monotonic clock."""
+    """One call of a decode worker, or of the worker that makes an embedding. Times are seconds of the monotonic
+    clock."""
 
     cause: str  # "new", "retry", "migration" or "handover"
     decode_worker: str
@@ -205,6 +232,7 @@ class Progress:
     texts: list[str] | None = None  # of the answer, if its span holds them
     num_output_tokens: int = 0
     num_prompt_logprobs: int = 0  # that the caller has
+    num_inputs: int = 0  # of a request for embeddings; `attempts` are of the first ones, side by side
 
     @property
     def queue_s(self) -> float:

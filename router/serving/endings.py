@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from common import metrics
 from common.errors import BatonError
 from common.grpc.options import DEADLINE_SLACK_S
-from common.tracing import SpanSink
+from common.tracing import Span, SpanSink, Traced
 from common.types import FinishReason
+from router.running.embedding import EmbedRequest
 from router.running.finished import Ending, Finished, in_words, stages
 from router.running.in_flight import InFlight
-from router.running.request import GenerationRequest, Progress
+from router.running.request import AnyRequest, GenerationRequest, Progress
 from router.running.slo import count_outcome, facts_of, note_outcome
-from router.serving.request_spans import request_spans
+from router.serving.request_spans import embedding_spans, request_spans
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Endings:
         self._spans = spans
         self._with_content = with_content
 
-    def watching(self, request: GenerationRequest, progress: Progress) -> _Watching:
+    def watching(self, request: AnyRequest, progress: Progress) -> _Watching:
         """Use it around all work for one answer: tells how the request ended if it did not end well."""
         if self._with_content and request.traced is not None:
             progress.texts = []
@@ -51,19 +53,25 @@ class Endings:
         _observe(progress)
         self._told("answered", request, progress, Ending("ok", finish_reason=finish_reason.value))
 
-    def unfinished(self, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
-        note_outcome(request, progress, ending.status, time.monotonic())
+    def embedded(self, request: EmbedRequest, progress: Progress) -> None:
+        """All of its embeddings are there."""
+        progress.usage.prompt_tokens = request.num_prompt_tokens
+        self._told("answered", request, progress, Ending("ok"))
+
+    def unfinished(self, request: AnyRequest, progress: Progress, ending: Ending) -> None:
+        if isinstance(request, GenerationRequest):
+            note_outcome(request, progress, ending.status, time.monotonic())
         how = "cancelled" if ending.status in ("cancelled", "deadline_exceeded") else "failed"
         self._told(how, request, progress, ending)
 
-    def _told(self, how: str, request: GenerationRequest, progress: Progress, ending: Ending) -> None:
+    def _told(self, how: str, request: AnyRequest, progress: Progress, ending: Ending) -> None:
         progress.has_ended = True
         self.in_flight.ended(progress)
         count_outcome(progress, ending.status)
         self._finished.add(request, progress, ending)
         now = time.monotonic()
         if request.traced is not None and self._spans is not None:
-            self._spans.export(request_spans(request.traced, request, progress, ending, now))
+            self._spans.export(_spans(request.traced, request, progress, ending, now))
             progress.texts = None  # spans alone tell them
         if self._slow_s is not None and now - request.arrived_at > self._slow_s:
             timeline = in_words(stages(progress, request.arrived_at, now))
@@ -77,7 +85,7 @@ class _Watching:
 
     __slots__ = ("_endings", "_progress", "_request")
 
-    def __init__(self, endings: Endings, request: GenerationRequest, progress: Progress) -> None:
+    def __init__(self, endings: Endings, request: AnyRequest, progress: Progress) -> None:
         self._endings = endings
         self._request = request
         self._progress = progress
@@ -101,6 +109,12 @@ class _Watching:
         else:
             ending = Ending("internal", type(error).__name__)
         self._endings.unfinished(self._request, self._progress, ending)
+
+
+def _spans(traced: Traced, request: AnyRequest, progress: Progress, ending: Ending, now: float) -> Sequence[Span]:
+    if isinstance(request, GenerationRequest):
+        return request_spans(traced, request, progress, ending, now)
+    return embedding_spans(traced, request, progress, ending, now)
 
 
 def complete(request: GenerationRequest, progress: Progress, num_tokens: int, num_reasoning_tokens: int) -> None:
@@ -137,7 +151,7 @@ def _observe(progress: Progress) -> None:
 _COUNTS = ("num_retries", "num_migrations", "num_handovers", "num_hedges", "num_preemptions")
 
 
-def _facts(request: GenerationRequest, progress: Progress, ending: Ending, now: float) -> dict[str, object]:
+def _facts(request: AnyRequest, progress: Progress, ending: Ending, now: float) -> dict[str, object]:
     """What the line of a request has; what did not happen is left out."""
     report, timings = progress.report, progress.report.timings
     first = progress.first_token_at
@@ -147,7 +161,7 @@ def _facts(request: GenerationRequest, progress: Progress, ending: Ending, now: 
         "reason": ending.reason or ending.finish_reason,
         "decode_worker": report.decode_worker,
         "prefill_worker": report.prefill_worker,
-        "prompt_tokens": len(request.prompt_token_ids),
+        "prompt_tokens": request.num_prompt_tokens,
         "cached_tokens": progress.usage.cached_tokens,
         "output_tokens": progress.usage.completion_tokens or progress.num_output_tokens,
         "queue_ms": round(1000 * progress.queue_s + timings.queue_ms, 1),
@@ -163,6 +177,8 @@ def _facts(request: GenerationRequest, progress: Progress, ending: Ending, now: 
         facts["client"] = request.client.name
     if report.HasField("slo"):
         facts |= facts_of(report.slo)
+    if progress.num_inputs:
+        facts["num_inputs"] = progress.num_inputs
     if report.fallback_reason:
         facts["fallback_reason"] = report.fallback_reason
     return facts | {name: count for name in _COUNTS if (count := getattr(report, name))}

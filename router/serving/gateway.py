@@ -12,9 +12,9 @@ from router.limits.admission import Admission
 from router.preparing.preparation import Preparation
 from router.processes.router_process import RouterProcess
 from router.running.decisions import Decision
-from router.running.embedding import Embedder
 from router.running.prefix_hints import PrefixHints
 from router.running.routes import Routes
+from router.serving.embeddings import Embeddings
 from router.serving.generation import Generation
 
 
@@ -26,7 +26,7 @@ class Gateway:
     preparation: Preparation
     generation: Generation
     routes: Routes
-    embedder: Embedder
+    embeddings: Embeddings
     prefix_hints: PrefixHints
     process: RouterProcess
     also_reasoning: bool = False  # see `RouterSettings`

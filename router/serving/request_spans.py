@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from common.tracing import RequestSpans, Span, SpanKind, Traced, Value
+from common.tracing import RequestSpans, Span, SpanKind, TraceContext, Traced, Value
 from router.running.finished import Ending
-from router.running.request import GenerationRequest, Progress
+from router.running.request import AnyRequest, Attempt, GenerationRequest, Progress
 from router.running.slo import facts_of
 
 PROVIDER = "baton"
@@ -44,29 +44,72 @@ def request_spans(
     )
 
 
+def embedding_spans(
+    traced: Traced, request: AnyRequest, progress: Progress, ending: Ending, ended_at: float
+) -> Sequence[Span]:
+    """The same of a request for embeddings: each call of a worker is an `embed`, of the first inputs alone."""
+    spans = RequestSpans(traced)
+    queued_at = ended_at if progress.queued_at is None else progress.queued_at
+    spans.add("prepare", request.arrived_at, queued_at)
+    if progress.queued_at is not None:
+        spans.add("queue", queued_at, ended_at if progress.turn_at is None else progress.turn_at)
+    for attempt in progress.attempts:
+        _add_attempt(spans, "embed", "baton.v1.EmbedService", attempt, ended_at)
+    model = request.model.limits.model
+    given: dict[str, Value | None] = {
+        "gen_ai.operation.name": request.operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.response.model": model,
+        "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": progress.usage.cached_tokens,
+        "gen_ai.latency.e2e": ended_at - request.arrived_at,
+        "gen_ai.latency.time_in_queue": progress.queue_s,
+        "error.type": None if ending.status == "ok" else ending.status,
+        "baton.client": request.client.name or None,
+        "baton.num_inputs": progress.num_inputs,
+        "baton.num_retries": progress.report.num_retries or None,
+    }
+    attributes = {name: value for name, value in given.items() if value is not None}
+    error = "" if ending.status == "ok" else ending.reason or ending.status
+    return spans.whole(f"{request.operation} {model}", request.arrived_at, ended_at, attributes, error=error)
+
+
 def _add_attempts(spans: RequestSpans, progress: Progress, ended_at: float) -> None:
     earlier = None
     for attempt in progress.attempts:
-        attributes: dict[str, Value] = {
-            "rpc.system": "grpc",
-            "rpc.service": "baton.v1.DecodeService",
-            "server.address": attempt.decode_worker.rpartition(":")[0],
-            "baton.decode_worker": attempt.decode_worker,
-            "baton.cause": attempt.cause,
-        }
-        if (port := attempt.decode_worker.rpartition(":")[2]).isdecimal():
-            attributes["server.port"] = int(port)
-        spans.add(
-            "decode" if attempt.cause == "new" else f"decode ({attempt.cause})",
-            attempt.started_at,
-            ended_at if attempt.ended_at is None else attempt.ended_at,
-            attributes,
-            context=attempt.context,
-            kind=SpanKind.CLIENT,
-            links=() if earlier is None else (earlier,),
-            error=attempt.failure,
-        )
+        _add_attempt(spans, "decode", "baton.v1.DecodeService", attempt, ended_at, earlier)
         earlier = attempt.context
+
+
+def _add_attempt(
+    spans: RequestSpans,
+    name: str,
+    service: str,
+    attempt: Attempt,
+    ended_at: float,
+    earlier: TraceContext | None = None,
+) -> None:
+    attributes: dict[str, Value] = {
+        "rpc.system": "grpc",
+        "rpc.service": service,
+        "server.address": attempt.decode_worker.rpartition(":")[0],
+        "baton.decode_worker": attempt.decode_worker,
+        "baton.cause": attempt.cause,
+    }
+    if (port := attempt.decode_worker.rpartition(":")[2]).isdecimal():
+        attributes["server.port"] = int(port)
+    spans.add(
+        name if attempt.cause == "new" else f"{name} ({attempt.cause})",
+        attempt.started_at,
+        ended_at if attempt.ended_at is None else attempt.ended_at,
+        attributes,
+        context=attempt.context,
+        kind=SpanKind.CLIENT,
+        links=() if earlier is None else (earlier,),
+        error=attempt.failure,
+    )
 
 
 def _attributes(request: GenerationRequest, progress: Progress, ending: Ending, ended_at: float) -> dict[str, Value]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import random
 import signal
+import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 
+from baton.cli.main import main
+from common.sampling import SamplingOptions
+from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.stack import Fleet, running, wait_for
+from worker.profiles import find_py_spy
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs opentelemetry's exporters")
 
@@ -138,6 +146,71 @@ def test_one_request_is_one_trace(fleet: TracedFleet) -> None:
     assert last.status_code == 200
     fleet.collector.of("d" * 32, SERVICES)
     assert {span.trace_id for span in fleet.collector.spans} == {one * 32 for one in "abd"}
+
+
+def test_embeddings_are_traced_down_to_the_engine(fleet: TracedFleet) -> None:
+    trace_id = "e" * 32
+    answer = httpx.post(
+        f"{fleet.http}/v1/embeddings",
+        json={"input": [random_prompt(random.Random(2), NUM_PROMPT_TOKENS)]},
+        headers={"traceparent": f"00-{trace_id}-{CALLER}-01"},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    spans = fleet.collector.of(trace_id, {"baton-router", "baton-prefill"})
+    by_name = {span.name: span for span in spans}
+    root, call = by_name["embeddings model"], by_name["embed"]
+    whole = by_name["baton.v1.EmbedService/EmbedTokens"]
+    assert [root.parent_id, call.parent_id, whole.parent_id] == [CALLER, root.span_id, call.span_id]
+    chunks = [span for span in spans if span.name == "prefill chunk"]
+    assert {span.parent_id for span in chunks} == {whole.span_id}
+    assert sum(span.attributes["baton.num_tokens"] for span in chunks) == NUM_PROMPT_TOKENS
+
+
+def test_a_worker_is_profiled_while_it_serves(
+    fleet: TracedFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = next(one.address for one in fleet.workers() if one.role is WorkerRole.DECODE)
+    prompt = random_prompt(random.Random(3), 40)
+    has_ended, answers = threading.Event(), list[tuple[int, ...]]()
+
+    def ask() -> None:
+        with fleet.client() as client:
+            while not has_ended.is_set():
+                options: SamplingOptions = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
+                answers.append(tuple(client.generate(prompt, **options).result().token_ids))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for("an answer came", lambda: answers)
+    try:
+        code = main(
+            [
+                "profile",
+                "--steps=10",
+                f"--worker={address}",
+                f"--router={fleet.grpc}",
+                f"--out={tmp_path}",
+                "--seconds=60",
+            ]
+        )
+    finally:
+        has_ended.set()
+        asking.join()
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert len(set(answers)) == 1, "nobody's answer changes"
+    stem = address.replace(":", "-")
+    events = json.loads(gzip.decompress((tmp_path / f"{stem}.trace.json.gz").read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events]
+    assert [name.split(":")[0] for name in names if name.startswith("step")] == [f"step {n}" for n in range(1, 11)]
+    assert [name for name in names if name.startswith(("aten::", "baton_"))]
+    graphs = {path.name for path in tmp_path.iterdir()} - {f"{stem}.trace.json.gz"}
+    if find_py_spy() is None:
+        assert "py-spy is not installed" in printed.err
+    elif "py-spy says" not in printed.err:  # the system may not let it look
+        assert graphs == {f"{stem}.engine.svg", f"{stem}.front.svg"}
+        assert "engine/process.py" in (tmp_path / f"{stem}.engine.svg").read_text()
 
 
 def test_a_signal_shows_debug_lines_of_a_worker_and_its_engine(fleet: TracedFleet) -> None:

@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from common.logs import flip_debug, set_level
+from common.logs import flip_debug, set_level, show_debug, shows_debug
 from protos.baton.v1 import inference_pb2
 from router.api.access_log import AccessLog
 from tests.router.conftest import RunningRouter, StartRouter
@@ -76,4 +76,7 @@ async def test_a_signal_shows_debug_lines_and_no_longer(router: RunningRouter) -
     flip_debug()
     assert logging.getLogger().level == logging.WARNING
     set_level(logging.getLevelName(before))
+    for is_on in (True, True, False, False):  # as other processes are told, however often
+        show_debug(is_on)
+        assert (logging.getLogger().level == logging.DEBUG) == is_on == shows_debug()
     assert logging.getLogger().level == before

@@ -10,6 +10,7 @@ import pytest
 from common.errors import InvalidArgumentError
 from common.types import WorkerRole
 from protos.baton.v1 import embed_pb2, inference_pb2
+from router.running.embedding import MAX_TOLD_CALLS
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, sample
 from tests.router.tiny_tokenizer import ids_of
@@ -102,6 +103,39 @@ async def test_prefill_workers_come_first_and_failures_go_elsewhere(
     with pytest.raises(openai.BadRequestError) as caught:
         await router.openai.embeddings.create(model="tiny", input="a")
     assert caught.value.param == "dimensions"
+
+
+async def test_requests_that_ended_have_embeddings(
+    start_worker: StartWorker, start_router: StartRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, whole = await start_worker(WorkerRole.PREFILL), await start_worker()
+    router = await start_router(whole, prefill=(broken,))
+    broken.refuse = (grpc.StatusCode.INTERNAL, "it is on fire")
+    with caplog.at_level("INFO"):
+        await router.openai.embeddings.create(model="tiny", input=[[1, 2, 3]], extra_body={"request_id": "mine"})
+    (line,) = [record for record in caplog.records if record.message == "answered"]
+    assert (vars(line)["request_id"], vars(line)["num_inputs"]) == ("mine", 1)
+    await router.openai.embeddings.create(model="tiny", input=["a"] * 40, extra_body={"request_id": "many"})
+    whole.refuse = (grpc.StatusCode.INVALID_ARGUMENT, "no")
+    with pytest.raises(openai.BadRequestError):
+        await router.openai.embeddings.create(model="tiny", input="a", extra_body={"request_id": "bad"})
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        told = {one["request_id"]: one for one in (await client.get("/requests")).json()["requests"]}
+    mine = told["mine"]
+    assert (mine["operation"], mine["status"], mine["prompt_tokens"], mine["cached_tokens"]) == (
+        "embeddings",
+        "ok",
+        3,
+        1,
+    )
+    assert (mine["decode_worker"], mine["ttft_ms"], mine["num_retries"]) == (whole.address, None, 1)
+    assert [(one["name"], one["where"]) for one in mine["stages"]][-2:] == [
+        ("failed attempt", broken.address),
+        ("embed", whole.address),
+    ]
+    assert [one["cause"] for one in mine["attempts"]] == ["new", "retry"]
+    assert (told["many"]["cached_tokens"], len(told["many"]["attempts"])) == (40, MAX_TOLD_CALLS)
+    assert (told["bad"]["status"], "no" in told["bad"]["reason"]) == ("invalid_argument", True)
 
 
 async def test_what_a_worker_fails_at_is_retried_as_answers_are(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, cast
 
 import grpc
 import httpx
@@ -16,8 +17,11 @@ from baton import Client
 from baton.timeline import render_stages
 from common.errors import InvalidArgumentError
 from common.finished_request import FinishedRequest
-from protos.baton.v1 import inference_pb2, types_pb2
-from router.running.finished import MAX_FINISHED, MAX_REASON_CHARS, Ending, Finished, stages
+from protos.baton.v1 import inference_pb2, router_pb2, types_pb2
+from router.api.fleet_service import MESSAGES_AT_ONCE, FleetService
+from router.api.worker_views import WorkerViews
+from router.fleet.registry import Registry
+from router.running.finished import MAX_FINISHED, MAX_REASON_CHARS, TOLD_AT_ONCE, Ending, Finished, stages
 from router.running.request import Attempt, Progress
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.test_answer import requests
@@ -117,6 +121,38 @@ def test_the_ring_is_bounded_and_tells_the_newest_first() -> None:
     finished.add(request, Progress(attempts=[attempt]), Ending("unavailable", "x" * 10**5))
     (long,) = finished.latest(1)
     assert (len(long.reason), len(long.attempts[0].failure)) == (MAX_REASON_CHARS, MAX_REASON_CHARS)
+
+
+async def turns_of_others(work: Awaitable[object]) -> int:
+    """How often another task has its turn until `work` is done."""
+    num_turns = 0
+
+    async def other() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    await work
+    task.cancel()
+    return num_turns
+
+
+async def test_the_event_loop_is_not_held_by_who_asks_for_many() -> None:
+    finished, (request,) = Finished(), requests(1)
+    for _ in range(100):
+        finished.add(request, Progress(), Ending("ok"))
+    assert await turns_of_others(finished.query.told(100, None, "")) >= 100 // TOLD_AT_ONCE
+    assert await turns_of_others(finished.query.told(100, None, "")) <= 1, "what was made is kept"
+
+    async def latest(limit: int, _tenant: str | None, _request_id: str) -> list[FinishedRequest]:
+        return finished.latest(limit)
+
+    service = FleetService(cast("Registry", None), cast("WorkerViews", None), latest)
+    asked = router_pb2.GetRequestsRequest(limit=100)
+    asking = service.GetRequests(asked, cast("grpc.aio.ServicerContext[object, object]", None))
+    assert await turns_of_others(asking) >= 100 // MESSAGES_AT_ONCE
 
 
 async def test_requests_are_told_over_rest_and_grpc(router: RunningRouter, worker: FakeWorker) -> None:

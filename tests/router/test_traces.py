@@ -174,6 +174,26 @@ async def test_requests_over_rest_by_http(
         assert (failed.attributes["error.type"], "no" in failed.error) == ("invalid_argument", True)
 
 
+async def test_embeddings(collector: Collector, start_worker: StartWorker, start_router: StartRouter) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, trace_endpoint=collector.grpc_url)
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        body = {"input": [[1, 2], [3]], "request_id": "mine"}
+        answer = await client.post("/v1/embeddings", json=body, headers={"traceparent": parent()})
+        assert answer.status_code == 200, answer.text
+    spans = await trace(collector)
+    root = named(spans, "embeddings tiny")
+    assert (root.parent_id, root.kind, root.attributes["gen_ai.operation.name"]) == (CALLER, SERVER, "embeddings")
+    assert (root.attributes["gen_ai.usage.input_tokens"], root.attributes["baton.num_inputs"]) == (3, 2)
+    calls = [span for span in spans if span.name == "embed"]
+    assert {(span.parent_id, span.kind) for span in calls} == {(root.span_id, CLIENT)}
+    told = {one.traceparent for one in worker.embedded}
+    assert told == {f"00-{TRACE}-{span.span_id}-01" for span in calls}
+    asked = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(token_ids=[5])])
+    await router.inference.Embed(asked, metadata=(("traceparent", parent("3" * 32)),))
+    assert named(await trace(collector, "3" * 32), "embed").attributes["rpc.service"] == "baton.v1.EmbedService"
+
+
 async def test_what_is_not_sampled_is_told_to_nobody(
     collector: Collector, start_worker: StartWorker, start_router: StartRouter
 ) -> None:

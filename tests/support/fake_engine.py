@@ -189,6 +189,10 @@ class FakeEngine:
                 self._emit(m.Status(call_id, self._load(), ",".join(seen) or "ok"))
             case m.HintCache(call_id=call_id, block_hashes=names):
                 self._emit(m.CacheHinted(call_id=call_id, num_device_blocks=len(names), failure="it is a fake"))
+            case m.ProfileSteps(call_id=call_id, num_steps=num_steps, timeout_s=timeout_s, path=path):
+                if timeout_s >= 1.0:
+                    Path(path).write_bytes(b"a trace")
+                    self._emit(m.StepsProfiled(call_id=call_id, num_steps=num_steps, seconds=0.5))
             case m.Release(request_id):
                 self._requests.pop(request_id, None)
             case m.LendBlocks(request_id, first, stop) if request and not request.script.lends_nothing:

@@ -232,6 +232,17 @@ class FakeWorker(
         self.change(state=worker_pb2.WORKER_STATE_DRAINING)
         return worker_pb2.DrainResponse()
 
+    async def Profile(  # noqa: N802
+        self, request: worker_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ProfilePart]:
+        if self.is_older:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        await self._refuse(context)
+        for content in (b"a tr", b"ace"):
+            yield worker_pb2.ProfilePart(file="trace.json.gz", content=content)
+        yield worker_pb2.ProfilePart(file="../engine.svg", content=b"<svg/>")
+        yield worker_pb2.ProfilePart(num_steps=request.num_steps, seconds=request.timeout_s, notes=["no front.svg"])
+
     async def EmbedTokens(  # noqa: N802
         self, request: embed_pb2.EmbedTokensRequest, context: Context
     ) -> embed_pb2.EmbedTokensResponse:

@@ -47,6 +47,11 @@ class ForkedEngine:
         self.stdin.close()
         self._ended.set()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     async def wait(self) -> int:
         await self._ended.wait()
         assert self.returncode is not None

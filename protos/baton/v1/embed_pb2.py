@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/embed.proto\x12\x08\x62\x61ton.v1\"\xc9\x01\n\x12\x45mbedTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\"\n\x07pooling\x18\x04 \x01(\x0e\x32\x11.baton.v1.Pooling\x12\x12\n\ndimensions\x18\x05 \x01(\r\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x0c\n\n_normalize\"N\n\x13\x45mbedTokensResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32Z\n\x0c\x45mbedService\x12J\n\x0b\x45mbedTokens\x12\x1c.baton.v1.EmbedTokensRequest\x1a\x1d.baton.v1.EmbedTokensResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/embed.proto\x12\x08\x62\x61ton.v1\"\xf2\x01\n\x12\x45mbedTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\"\n\x07pooling\x18\x04 \x01(\x0e\x32\x11.baton.v1.Pooling\x12\x12\n\ndimensions\x18\x05 \x01(\r\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x12\n\ntracestate\x18\t \x01(\tB\x0c\n\n_normalize\"N\n\x13\x45mbedTokensResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32Z\n\x0c\x45mbedService\x12J\n\x0b\x45mbedTokens\x12\x1c.baton.v1.EmbedTokensRequest\x1a\x1d.baton.v1.EmbedTokensResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.embed_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLING']._serialized_start=318
-  _globals['_POOLING']._serialized_end=388
+  _globals['_POOLING']._serialized_start=359
+  _globals['_POOLING']._serialized_end=429
   _globals['_EMBEDTOKENSREQUEST']._serialized_start=35
-  _globals['_EMBEDTOKENSREQUEST']._serialized_end=236
-  _globals['_EMBEDTOKENSRESPONSE']._serialized_start=238
-  _globals['_EMBEDTOKENSRESPONSE']._serialized_end=316
-  _globals['_EMBEDSERVICE']._serialized_start=390
-  _globals['_EMBEDSERVICE']._serialized_end=480
+  _globals['_EMBEDTOKENSREQUEST']._serialized_end=277
+  _globals['_EMBEDTOKENSRESPONSE']._serialized_start=279
+  _globals['_EMBEDTOKENSRESPONSE']._serialized_end=357
+  _globals['_EMBEDSERVICE']._serialized_start=431
+  _globals['_EMBEDSERVICE']._serialized_end=521
 # @@protoc_insertion_point(module_scope)

@@ -54,6 +54,8 @@ class EmbedTokensRequest(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """as the router knows the worker; refused if it differs"""
@@ -63,6 +65,9 @@ class EmbedTokensRequest(_message.Message):
     normalize: _builtins.bool
     """true: to length 1"""
     cache_salt: _builtins.str
+    traceparent: _builtins.str
+    """W3C Trace Context, if the request is traced; else empty"""
+    tracestate: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -75,10 +80,12 @@ class EmbedTokensRequest(_message.Message):
         dimensions: _builtins.int = ...,
         normalize: _builtins.bool | None = ...,
         cache_salt: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "fingerprint", b"fingerprint", "normalize", b"normalize", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "fingerprint", b"fingerprint", "normalize", b"normalize", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015

@@ -56,6 +56,30 @@ class GetFleetResponse(_message.Message):
 Global___GetFleetResponse: _TypeAlias = GetFleetResponse  # noqa: Y015
 
 @_typing.final
+class ProfileWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """of the worker, as GetFleet has it"""
+    @_builtins.property
+    def profile(self) -> _worker_pb2.ProfileRequest: ...
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        profile: _worker_pb2.ProfileRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "profile", b"profile"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileWorkerRequest: _TypeAlias = ProfileWorkerRequest  # noqa: Y015
+
+@_typing.final
 class FleetWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -222,7 +246,7 @@ class FinishedRequest(_message.Message):
     """name of the API key"""
     model: _builtins.str
     operation: _builtins.str
-    """"chat" or "text_completion" """
+    """"chat", "text_completion" or "embeddings" """
     status: _builtins.str
     """"ok", or how it failed: the words of baton_router_requests_total"""
     reason: _builtins.str

@@ -5,6 +5,7 @@ import grpc
 import warnings
 
 from protos.baton.v1 import router_pb2 as baton_dot_v1_dot_router__pb2
+from protos.baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -45,6 +46,11 @@ class RouterServiceStub:
                 request_serializer=baton_dot_v1_dot_router__pb2.GetRequestsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_router__pb2.GetRequestsResponse.FromString,
                 _registered_method=True)
+        self.ProfileWorker = channel.unary_stream(
+                '/baton.v1.RouterService/ProfileWorker',
+                request_serializer=baton_dot_v1_dot_router__pb2.ProfileWorkerRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ProfilePart.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -64,6 +70,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileWorker(self, request, context):
+        """WorkerService.Profile of one worker. If keys are asked for, for operators' keys alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.GetRequests,
                     request_deserializer=baton_dot_v1_dot_router__pb2.GetRequestsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_router__pb2.GetRequestsResponse.SerializeToString,
+            ),
+            'ProfileWorker': grpc.unary_stream_rpc_method_handler(
+                    servicer.ProfileWorker,
+                    request_deserializer=baton_dot_v1_dot_router__pb2.ProfileWorkerRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ProfilePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +150,33 @@ class RouterService:
             '/baton.v1.RouterService/GetRequests',
             baton_dot_v1_dot_router__pb2.GetRequestsRequest.SerializeToString,
             baton_dot_v1_dot_router__pb2.GetRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.RouterService/ProfileWorker',
+            baton_dot_v1_dot_router__pb2.ProfileWorkerRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ProfilePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ isort:skip_file
 What operators ask a router."""
 
 from protos.baton.v1 import router_pb2 as _router_pb2
+from protos.baton.v1 import worker_pb2 as _worker_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
 import abc as _abc_1
@@ -36,6 +37,8 @@ class RouterServiceStub:
     """Every worker of the fleet, asked now."""
     GetRequests: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetRequestsRequest, _router_pb2.GetRequestsResponse]
     """The last requests that ended, the newest first: of the caller's tenant, or of all for operators' keys."""
+    ProfileWorker: _grpc.UnaryStreamMultiCallable[_router_pb2.ProfileWorkerRequest, _worker_pb2.ProfilePart]
+    """WorkerService.Profile of one worker. If keys are asked for, for operators' keys alone."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -44,6 +47,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Every worker of the fleet, asked now."""
     GetRequests: _aio.UnaryUnaryMultiCallable[_router_pb2.GetRequestsRequest, _router_pb2.GetRequestsResponse]  # type: ignore[assignment]
     """The last requests that ended, the newest first: of the caller's tenant, or of all for operators' keys."""
+    ProfileWorker: _aio.UnaryStreamMultiCallable[_router_pb2.ProfileWorkerRequest, _worker_pb2.ProfilePart]  # type: ignore[assignment]
+    """WorkerService.Profile of one worker. If keys are asked for, for operators' keys alone."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -61,5 +66,13 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.GetRequestsResponse, _abc.Awaitable[_router_pb2.GetRequestsResponse]]:
         """The last requests that ended, the newest first: of the caller's tenant, or of all for operators' keys."""
+
+    @_abc_1.abstractmethod
+    def ProfileWorker(
+        self,
+        request: _router_pb2.ProfileWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ProfilePart], _abc.AsyncIterator[_worker_pb2.ProfilePart]]:
+        """WorkerService.Profile of one worker. If keys are asked for, for operators' keys alone."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -585,3 +585,69 @@ class TokenizerFile(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizerFile: _TypeAlias = TokenizerFile  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    """of the engine; 20 if 0, 500 at most"""
+    timeout_s: _builtins.float
+    """how long to wait for that many; 30 if 0, 300 at most"""
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfilePart(_message.Message):
+    """Files one after the other, each in parts, and one last part without content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """its name: trace.json.gz, engine.svg or front.svg"""
+    content: _builtins.bytes
+    """the next bytes of it, 1 MiB at most"""
+    num_steps: _builtins.int
+    """Of the last part alone:
+    that the trace has: fewer if the worker had less to do
+    """
+    seconds: _builtins.float
+    """from the first of them to the end of the last"""
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what is missing, and why"""
+
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+        num_steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "file", b"file", "notes", b"notes", "num_steps", b"num_steps", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfilePart: _TypeAlias = ProfilePart  # noqa: Y015

@@ -70,6 +70,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.GetTokenizerResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/baton.v1.WorkerService/Profile',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ProfilePart.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -123,6 +128,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """A trace of the engine's next steps, and where this worker's processes spend their time meanwhile. It goes on serving.
+        One at a time: others are refused with RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +173,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.GetTokenizerRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.GetTokenizerResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ProfileRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ProfilePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +369,33 @@ class WorkerService:
             '/baton.v1.WorkerService/GetTokenizer',
             baton_dot_v1_dot_worker__pb2.GetTokenizerRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.GetTokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.WorkerService/Profile',
+            baton_dot_v1_dot_worker__pb2.ProfileRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ProfilePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class WorkerServiceStub:
     """Takes no new work, lets streams and leases finish, then exits. Returns at once."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.GetTokenizerResponse]
     """The model's tokenizer files, so that a router needs no copy of the model."""
+    Profile: _grpc.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfilePart]
+    """A trace of the engine's next steps, and where this worker's processes spend their time meanwhile. It goes on serving.
+    One at a time: others are refused with RESOURCE_EXHAUSTED.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -62,6 +66,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Takes no new work, lets streams and leases finish, then exits. Returns at once."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.GetTokenizerResponse]  # type: ignore[assignment]
     """The model's tokenizer files, so that a router needs no copy of the model."""
+    Profile: _aio.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfilePart]  # type: ignore[assignment]
+    """A trace of the engine's next steps, and where this worker's processes spend their time meanwhile. It goes on serving.
+    One at a time: others are refused with RESOURCE_EXHAUSTED.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -118,5 +126,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetTokenizerResponse, _abc.Awaitable[_worker_pb2.GetTokenizerResponse]]:
         """The model's tokenizer files, so that a router needs no copy of the model."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _worker_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ProfilePart], _abc.AsyncIterator[_worker_pb2.ProfilePart]]:
+        """A trace of the engine's next steps, and where this worker's processes spend their time meanwhile. It goes on serving.
+        One at a time: others are refused with RESOURCE_EXHAUSTED.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

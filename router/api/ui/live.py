@@ -22,10 +22,10 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common import metrics
-from common.errors import ForbiddenError, OverloadedError, UnavailableError
+from common.errors import OverloadedError, UnavailableError
 from common.percentiles import middle_and_late
 from common.version import VERSION
-from router.api.api_keys import current_client
+from router.api.api_keys import check_operator
 from router.api.rest.openai.disconnect import EventStream
 from router.api.ui.fleet_rows import COLUMNS, Row, info_of, kv_in_use, row_of
 from router.api.worker_views import WorkerViews
@@ -130,9 +130,7 @@ class Live:
     async def events(self, _request: Request) -> Response:
         """`GET /ui/events`. Raises `ForbiddenError` for a key that is no operator's, `OverloadedError` if too many
         watch."""
-        client = current_client.get()
-        if client is not None and not client.is_operator:
-            raise ForbiddenError("the fleet is shown to an operator's key (operator=true in the file of keys)")
+        check_operator("the fleet is shown to")
         if self._num_viewers >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} pages watch this router already", 5.0)
         parts = self.parts()

@@ -250,6 +250,16 @@ def test_steps_after_a_pause_are_not_learned_from() -> None:
     assert one.seen == [False, True, False, True]
 
 
+def test_steps_that_are_profiled_are_not_learned_from() -> None:
+    one = Observed()
+    profiled = iter([False, True, False])
+    one.device.is_profiled = lambda: next(profiled)
+    one.step()  # the first one is never clean, so nobody asks
+    for _ in range(3):
+        one.step()
+    assert one.seen == [False, True, False, True]
+
+
 def test_steps_with_copies_to_host_memory_are_not_learned_from() -> None:
     one = Observed()
     one.step()

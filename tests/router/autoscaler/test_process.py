@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import shutil
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -93,6 +96,16 @@ async def start_loaded() -> AsyncIterator[StartLoaded]:
 
 def trigger(role: str, **metadata: str) -> keda_pb2.ScaledObjectRef:
     return keda_pb2.ScaledObjectRef(name="x", namespace="prod", scalerMetadata={"role": role, **metadata})
+
+
+async def test_a_signal_shows_debug_lines(start_loaded: StartLoaded) -> None:
+    before = logging.getLogger().level
+    async with autoscaler(decode=((await start_loaded(WorkerRole.DECODE)).address,)):
+        for level in (logging.DEBUG, before):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            async with asyncio.timeout(WAIT_S):
+                while logging.getLogger().level != level:  # noqa: ASYNC110 (a signal's effect cannot be awaited)
+                    await asyncio.sleep(0.005)
 
 
 async def test_each_role_follows_its_own_load(start_loaded: StartLoaded) -> None:

@@ -26,6 +26,7 @@ from router.api.rest.openai.large_json import PART_BYTES
 from router.api.rest.openai.parsing import read, request_id_of
 from router.api.rest.openai.tools import JsonObject
 from router.fleet.served_model import ServedModel
+from router.limits.clients import CallHints, call_hints
 from router.running.embedding import Embedded, EmbedRequest, check_num_inputs
 from router.running.request import Prompt
 from router.serving.gateway import Gateway
@@ -123,9 +124,13 @@ class EmbeddingHandlers:
         arrived_at = time.monotonic()
         body = await read(EmbeddingsBody, request, self._gateway.admission)
         request_id = request_id_of(request, body.request_id)
-        return await json_answer(request, self._embed(body, request_id, arrived_at), {"X-Request-Id": request_id})
+        hints = call_hints(request.headers)
+        parts = self._embed(body, request_id, arrived_at, hints)
+        return await json_answer(request, parts, {"X-Request-Id": request_id})
 
-    async def _embed(self, body: EmbeddingsBody, request_id: str, arrived_at: float) -> AsyncGenerator[bytes, None]:
+    async def _embed(
+        self, body: EmbeddingsBody, request_id: str, arrived_at: float, hints: CallHints
+    ) -> AsyncGenerator[bytes, None]:
         client = current_client.get()
         gateway = self._gateway
         with gateway.admission.running("rest", client=client):
@@ -142,9 +147,10 @@ class EmbeddingHandlers:
                 cache_salt=body.cache_salt or "",
                 arrived_at=arrived_at,
                 client=client,
+                hints=hints,
             )
             with gateway.admission.gate.bytes_held() as held:
-                embedded = await gateway.embedder.embed(wanted, held.grow)
+                embedded = await gateway.embeddings.embed(wanted, held.grow)
                 async with aclosing(embeddings_parts(body, wanted, embedded)) as parts:
                     async for part in parts:
                         yield part
