@@ -102,7 +102,7 @@ def collector() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def routers(tokenizer_dir: Path, load: _Load, logs: Path) -> Iterator[dict[str, Measure]]:
+def routers(tokenizer_dir: Path, load: _Load, logs: Path) -> Iterator[Mapping[str, Measure]]:
     """A router of each kind before one worker; what a request over REST takes there."""
     flags = ["--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0", f"--max-requests={2 * load.streams}"]
     with contextlib.ExitStack() as stack:
@@ -135,7 +135,7 @@ def _of_router(pid: int, address: str, load: _Load) -> float:
 
 
 @contextlib.contextmanager
-def fronts(load: _Load, logs: Path) -> Iterator[dict[str, Measure]]:
+def fronts(load: _Load, logs: Path) -> Iterator[Mapping[str, Measure]]:
     """A decode worker's front of each kind before an engine that computes nothing."""
     os.environ[STEP_VARIABLE] = str(load.step_ms)
     with contextlib.ExitStack() as stack:

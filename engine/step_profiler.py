@@ -149,7 +149,7 @@ class StepProfiler:
         path, failure = Path(command.path), ""
         plain = path.with_suffix(".plain")
         try:
-            profile.export_chrome_trace(str(plain))
+            profile.export_chrome_trace(str(plain))  # type: ignore[no-untyped-call]
             with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target, 2**20)
             plain.unlink()

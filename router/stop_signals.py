@@ -31,13 +31,13 @@ def hang_up_signal(look: Callable[[], None]) -> AbstractContextManager[None]:
     return _calls("SIGHUP", look)
 
 
-def level_signal(flip: Callable[[], None]) -> AbstractContextManager[None]:
+def level_signal(flip: Callable[[], object]) -> AbstractContextManager[None]:
     """The same of SIGUSR1 and `flip`, which changes which log lines are shown."""
     return _calls("SIGUSR1", flip)
 
 
 @contextlib.contextmanager
-def _calls(name: str, act: Callable[[], None]) -> Iterator[None]:
+def _calls(name: str, act: Callable[[], object]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     number: signal.Signals | None = getattr(signal, name, None)  # Windows has neither
     is_installed = False

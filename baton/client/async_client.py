@@ -37,7 +37,7 @@ from baton.client.requests import (
 )
 from common.finished_request import FinishedRequest
 from common.grpc.streams import MessageStream
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2_grpc
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.messages import value_of
 
 Call = (
@@ -219,12 +219,14 @@ class AsyncClient(BaseClient[AsyncAnswer]):
     async def profile_worker(self, address: str = "", *, num_steps: int = 0, timeout_s: float = 0.0) -> Profile:
         """Does what `Client.profile_worker` does."""
         asked = profile_message(address, num_steps, timeout_s)
+        worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         try:
-            if address:
-                call = self._fleet.ProfileWorker(asked, timeout=self._timeout, metadata=self._metadata)
-            else:
-                call = worker_pb2_grpc.WorkerServiceStub(self._channel).Profile(asked.profile, timeout=self._timeout)
-            return profile_of([part async for part in call])
+            parts: AsyncIterator[worker_pb2.ProfilePart] = (
+                aiter(self._fleet.ProfileWorker(asked, timeout=self._timeout, metadata=self._metadata))
+                if address
+                else aiter(worker.Profile(asked.profile, timeout=self._timeout))
+            )
+            return profile_of([part async for part in parts])
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 

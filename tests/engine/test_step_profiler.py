@@ -82,7 +82,12 @@ def test_kernels_have_names_while_a_trace_is_taken(tmp_path: Path, monkeypatch: 
     engine.asks(tmp_path / "t.json.gz", num_steps=1)
     engine.step(0)
     assert not engine.profiler.is_on()
-    engine.step(during=lambda: (kernels.baton_layers(1), calls.append(engine.profiler.is_on())))
+
+    def during() -> None:
+        kernels.baton_layers(1)
+        calls.append(engine.profiler.is_on())
+
+    engine.step(during=during)
     assert not engine.profiler.is_on()
     engine.told()
     kernels.baton_layers(2)
