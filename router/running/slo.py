@@ -43,9 +43,7 @@ def _fail(told: types_pb2.SloReport) -> None:
 
 
 def count_outcome(progress: Progress, status: str) -> None:
-    """Counts what `note_outcome` has found."""
-    if not progress.report.HasField("slo"):
-        return
+    """Counts what `note_outcome` has found, of a request that has a report of it."""
     slo = progress.report.slo
     slo_class, ttft, tpot = slo.slo_class or NO_CLASS, _word(slo, "ttft_met"), _word(slo, "tpot_met")
     router_slo_requests.labels(slo_class, ttft, tpot).inc()

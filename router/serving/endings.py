@@ -12,6 +12,7 @@ from common.errors import BatonError
 from common.grpc.options import DEADLINE_SLACK_S
 from common.tracing import Span, SpanSink, Traced
 from common.types import FinishReason
+from router.limits.targets import NO_SLO
 from router.running.embedding import EmbedRequest
 from router.running.finished import Ending, Finished, in_words, stages
 from router.running.in_flight import InFlight
@@ -59,7 +60,7 @@ class Endings:
         self._told("answered", request, progress, Ending("ok"))
 
     def unfinished(self, request: AnyRequest, progress: Progress, ending: Ending) -> None:
-        if isinstance(request, GenerationRequest):
+        if isinstance(request, GenerationRequest) and request.slo is not NO_SLO:
             note_outcome(request, progress, ending.status, time.monotonic())
         how = "cancelled" if ending.status in ("cancelled", "deadline_exceeded") else "failed"
         self._told(how, request, progress, ending)
@@ -67,7 +68,8 @@ class Endings:
     def _told(self, how: str, request: AnyRequest, progress: Progress, ending: Ending) -> None:
         progress.has_ended = True
         self.in_flight.ended(progress)
-        count_outcome(progress, ending.status)
+        if progress.report.HasField("slo"):
+            count_outcome(progress, ending.status)
         self._finished.add(request, progress, ending)
         now = time.monotonic()
         if request.traced is not None and self._spans is not None:
@@ -132,7 +134,8 @@ def complete(request: GenerationRequest, progress: Progress, num_tokens: int, nu
     usage.prompt_tokens = len(request.prompt_token_ids)
     usage.completion_tokens = num_tokens
     usage.reasoning_tokens = num_reasoning_tokens
-    note_outcome(request, progress, "ok", now)
+    if request.slo is not NO_SLO:
+        note_outcome(request, progress, "ok", now)
 
 
 def _observe(progress: Progress) -> None:
