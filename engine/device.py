@@ -17,7 +17,7 @@ from engine.blocks.host_tier import BlockCopy
 from engine.step import StepInput, StepOutput, StepRow
 
 if TYPE_CHECKING:
-    import torch  # connectors read the cache; the engine only hands it on
+    from kv_store.base import KVCache  # connectors read the cache; the engine only hands it on
 
 
 def do_nothing() -> None:
@@ -49,7 +49,7 @@ class KVPlane:
     """One shard of the KV cache, which a connector reads and writes beside the device."""
 
     spec: KVCacheSpec
-    cache: torch.Tensor  # [num_blocks, *spec.block_shape]
+    cache: KVCache  # [num_blocks, *spec.block_shape]
 
 
 @dataclass(slots=True, frozen=True)

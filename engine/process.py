@@ -30,6 +30,7 @@ from common.metric_relay import MetricRelay
 from common.process.tasks import end_with_threads
 from common.types import LOAD_INTERVAL_S, WorkerLoad
 from engine import messages as m
+from engine.local.device_choice import SIMULATED
 
 IDLE_POLL_S = 1.0
 ALIVE_INTERVAL_S = 1.0  # the front hears something at least this often, in mid-step too, else the engine hangs
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading these
     from engine.device import Device
     from engine.learning.report import BatchTimeReporter
-    from engine.local.device import LocalDevice
-    from engine.simulated.device import SimulatedDevice
     from engine.step_profiler import StepProfiler
 
 log = logging.getLogger(__name__)
@@ -126,9 +125,9 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     """Loads the model, then: commands in, one step, events out, for ever."""
     from engine.core import EngineCore
     from engine.learning.report import BatchTimeReporter
+    from engine.devices import load_drafter, open_device
     from engine.learning.start import start_learning
     from engine.sampling.grammars import GrammarCompiler
-    from engine.speculation.draft_model import load_draft_model
     from engine.step_profiler import StepProfiler
     from kv_store.base import ConnectorConfig
     from kv_store.registry import create_connector, create_store
@@ -143,15 +142,18 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     connector = create_connector(settings.connector, config)
     store = create_store(settings.connector, settings.store, config)
-    device = _device(Path(bootstrap.model_dir), settings)
+    device = open_device(Path(bootstrap.model_dir), settings)
     compile_grammar = GrammarCompiler(
         Path(bootstrap.model_dir) / "tokenizer.json", device.info.vocab_size, device.info.eos_token_ids
     )
-    with ThreadPoolExecutor(1) as beside:  # later it would hold up the loop below, whatever thread it is on
-        loading = beside.submit(compile_grammar.load)
+    if settings.device == SIMULATED:  # one of many: reads the tokenizer if a grammar comes
         device.warm_up()
-    if (error := loading.exception()) is not None:
-        log.info("no guided text from this model", extra={"reason": str(error)})
+    else:
+        with ThreadPoolExecutor(1) as beside:  # later it would hold up the loop below, whatever thread it is on
+            loading = beside.submit(compile_grammar.load)
+            device.warm_up()
+        if (error := loading.exception()) is not None:
+            log.info("no guided text from this model", extra={"reason": str(error)})
     observed, learner = start_learning(device, settings, settings.step_trace)
     profiler = StepProfiler(device.info.device, wakeup.set)
     observed.is_profiled = profiler.is_on
@@ -165,7 +167,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         store,
         read_commands=lambda: commands.hand_to(core),
         compile_grammar=compile_grammar,
-        drafter=load_draft_model(settings, device),
+        drafter=load_drafter(device, settings),
         batch_time=lambda: learner.sure_model,
     )
     socket.send(m.encode([core.ready()]))
@@ -173,14 +175,6 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner), profiler)
     while True:
         loop.turn()
-
-
-def _device(model_dir: Path, settings: WorkerSettings) -> LocalDevice | SimulatedDevice:
-    from engine.local.device import LocalDevice
-    from engine.local.device_choice import SIMULATED
-    from engine.simulated.device import SimulatedDevice
-
-    return (SimulatedDevice if settings.device == SIMULATED else LocalDevice)(model_dir, settings)
 
 
 def _recorded(device: Device, settings: WorkerSettings) -> Device:

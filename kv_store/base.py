@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
@@ -35,7 +35,12 @@ from common.config import Settings
 from common.types import KVCacheSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch  # a worker's gRPC front uses these types without loading torch
+
+    KVCache: TypeAlias = torch.Tensor | npt.NDArray[np.float32]
+    """One shard of a worker's KV: a tensor on any device, or an array of a device that has no torch."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -148,7 +153,7 @@ class KVConnector(ABC):
         """Raises `StartupError` with one line if it cannot work here (directory read-only, library missing)."""
 
     @abstractmethod
-    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+    def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         """Called once, before anything else. `cache` is contiguous `[num_blocks, *spec.block_shape]` of `spec.dtype`,
         on any device, and outlives the connector. `wake` may be called from any thread."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from kv_store.cache_view import CacheView
 from kv_store.host_pages import prepare_pages
+
+if TYPE_CHECKING:
+    import torch
 
 
 class HostCopy:
@@ -25,14 +27,23 @@ class HostCopy:
         self.num_slots = num_slots
         self._stream: torch.cuda.Stream | None = None
         if self._is_cache:
-            self.rows = view.rows
-        elif view.is_on_host:
-            self.rows = torch.empty((num_slots, view.block_bytes), dtype=torch.uint8)  # [num_slots, block_bytes]
-            prepare_pages(self.rows)
+            self.memory = view.memory
+            return
+        import torch  # not for a cache that is its own copy: a simulated device's process has no torch
+
+        if view.is_on_host:
+            rows = torch.empty((num_slots, view.block_bytes), dtype=torch.uint8)
+            prepare_pages(rows)
         else:
-            self.rows = torch.empty((num_slots, view.block_bytes), dtype=torch.uint8, pin_memory=True)
+            rows = torch.empty((num_slots, view.block_bytes), dtype=torch.uint8, pin_memory=True)
             self._stream = torch.cuda.Stream(view.device)  # type: ignore[no-untyped-call]
-        self.memory = self.rows.numpy()
+        self._rows = rows
+        self.memory = rows.numpy()
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[num_slots, block_bytes]` uint8."""
+        return self._view.rows if self._is_cache else self._rows
 
     def buffers(self, block_ids: Sequence[int], slots: Sequence[int] | None = None) -> list[memoryview]:
         """Writable host memory of each block, `block_bytes` long. `store` brings it into the cache."""
@@ -71,6 +82,8 @@ class HostCopy:
             for target, source in pairs:
                 target.copy_(source)
             return
+        import torch
+
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
@@ -29,6 +27,9 @@ from kv_store.checksums import Bytes, checksum_error, head_checksums
 from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
 from kv_store.results import ResultQueue, fetched
 from kv_store.shards import CommonPart
+
+if TYPE_CHECKING:
+    from kv_store.base import KVCache
 
 # One lock for all connectors of the process: a copy never meets a release, and this connector is not about speed.
 _lock = threading.Lock()
@@ -48,7 +49,7 @@ class MemoryConnector(KVConnector):
         self._published: dict[int, dict[int, bytes]] = {}  # job_id -> block_id -> block_hash
         self._peers: dict[str, tuple[str, list[CommonPart]]] = {}  # name -> epoch, and what we need of its ranks
 
-    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+    def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._spec = spec
         self._view = CacheView(cache, spec)
         self._results = ResultQueue(wake)

@@ -9,7 +9,7 @@ from common.types import KVCacheSpec
 from kv_store.base import Eviction, FetchBlock, KVConnector, LocalBlock, TransferKind, TransferResult
 
 if TYPE_CHECKING:
-    import torch
+    from kv_store.base import KVCache
 
 
 class NoStore(KVConnector):
@@ -22,7 +22,7 @@ class NoStore(KVConnector):
     def __init__(self) -> None:
         self._results: list[TransferResult] = []
 
-    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+    def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         """Nothing to do."""
 
     def describe(self) -> bytes:

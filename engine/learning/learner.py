@@ -41,6 +41,15 @@ class Source(StrEnum):
     LEARNED = "learned"  # this engine's own steps
 
 
+@dataclass(slots=True, frozen=True)
+class KnownTimes:
+    """What an engine knows of a device's times when it starts."""
+
+    key: BatchTimeKey
+    model: BatchTime | None  # None: nothing
+    source: Source
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Standing:
     """How good the model is."""

@@ -19,12 +19,13 @@ from common.types import SampledToken
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.blocks.host_tier import BlockCopy
+from engine.context_length import fit_context
 from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
 from engine.device_copies import read, to_device, wait_for
 from engine.local.graphs import DecodeGraphs, graph_sizes
 from engine.local.host_cache import allocate_host_cache, copy_blocks
 from engine.local.loading import load_model
-from engine.local.memory import fit_context, num_cache_blocks
+from engine.local.memory import num_cache_blocks
 from engine.local.scores import score_tokens
 from engine.sampling.draws import draw
 from engine.sampling.sampler import sample

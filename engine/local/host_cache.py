@@ -11,20 +11,8 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.types import KVCacheSpec
 from engine.blocks.host_tier import BlockCopy
-from engine.local.host_memory import available_bytes
+from engine.local.host_memory import GIB, available_bytes, host_cache_gb, num_host_blocks
 from kv_store.host_pages import prepare_pages
-
-GIB = 1 << 30
-
-
-def num_host_blocks(settings: EngineSettings, spec: KVCacheSpec) -> int:
-    """How many blocks of host memory both uses get together."""
-    return int(_wanted_gb(settings) * GIB) // spec.block_bytes
-
-
-def _wanted_gb(settings: EngineSettings) -> float:
-    return settings.host_cache_gb + (settings.swap_space_gb if settings.preemption_mode == "swap" else 0.0)
-
 
 def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
     """`[num_host_blocks, *block_shape]` of the cache's dtype, for both uses together; no blocks if neither is on.
@@ -32,11 +20,11 @@ def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: tor
     Page-locked if `device` is CUDA, so that copies run beside computing. Raises `StartupError` if memory does not
     suffice.
     """
-    num_blocks = num_host_blocks(settings, spec)
+    num_blocks = num_host_blocks(settings, spec.block_bytes)
     available = available_bytes()
     if num_blocks and available is not None and num_blocks * spec.block_bytes > available:
         raise StartupError(
-            f"{_wanted_gb(settings):.2f} GiB of host memory for KV blocks, {available / GIB:.2f} GiB are available; "
+            f"{host_cache_gb(settings):.2f} GiB of host memory for KV blocks, {available / GIB:.2f} GiB are available; "
             "lower --host-cache-gb or --swap-space-gb"
         )
     cache = torch.empty((num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))

@@ -1,8 +1,21 @@
-"""How much memory this process may still take, as the kernel and its control group see it."""
+"""How much memory this process may still take, as the kernel and its control group see it, and what KV blocks get."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from common.config import EngineSettings
+
+GIB = 1 << 30
+
+
+def num_host_blocks(settings: EngineSettings, block_bytes: int) -> int:
+    """How many blocks host memory has room for: those that the device evicts and those of swapped requests together."""
+    return int(host_cache_gb(settings) * GIB) // block_bytes
+
+
+def host_cache_gb(settings: EngineSettings) -> float:
+    return settings.host_cache_gb + (settings.swap_space_gb if settings.preemption_mode == "swap" else 0.0)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

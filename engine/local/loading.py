@@ -15,9 +15,10 @@ from common.types import KVCacheSpec
 from engine.kernels.choice import Choice
 from engine.kernels.library import Kernels, load_kernels
 from engine.loading.dtype import resolve_dtype
+from engine.loading.ends import known_ends
 from engine.local.device_choice import choose_device
 from engine.local.memory import check_weights_fit, longest_context, weight_bytes
-from engine.local.vocabulary import Padding, known_ends
+from engine.local.vocabulary import Padding
 from engine.models.base import CausalLM
 from engine.models.registry import build_model
 from engine.speculation.step_cost import free_rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from common.config import EngineSettings
@@ -15,8 +13,6 @@ from engine.loading.checkpoints.gguf_tensors import PLAIN
 from engine.local.host_memory import available_bytes
 from engine.models.registry import is_read, max_positions
 from engine.models.transformers_model import is_mxfp4
-
-log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 _CODES = {"I32": 8, "I8": 1, "F8_E4M3": 1}  # weights that an element of a quantised checkpoint holds
@@ -107,21 +103,3 @@ def longest_context(files: ModelFiles, settings: EngineSettings) -> int:
             f"--max-model-len {settings.max_model_len} is more than the {limit} positions of {files.path}"
         )
     return settings.max_model_len
-
-
-def fit_context(max_model_len: int, num_blocks: int, settings: EngineSettings) -> int:
-    """Limits the context so that one request of the full length fits into the cache: otherwise it could never
-    finish."""
-    capacity = num_blocks * settings.block_size
-    if capacity >= max_model_len:
-        return max_model_len
-    if settings.max_model_len is not None:
-        raise StartupError(
-            f"a KV cache of {num_blocks} blocks holds {capacity} tokens, less than --max-model-len {max_model_len}; "
-            "lower it or raise --num-blocks or --kv-cache-memory-gb"
-        )
-    log.warning(
-        "the KV cache is smaller than the model's context, shortening the context",
-        extra={"max_model_len": capacity, "model_positions": max_model_len},
-    )
-    return capacity

@@ -28,7 +28,7 @@ class RecordingDevice(Device):
         self._begun: dict[int, tuple[StepInput, dict[int, bytes]]] = {}
         self._digests: dict[int, bytes] = {}  # of the blocks as the file has them
         (plane,) = device.planes()
-        self._cache = plane.cache
+        self._cache = torch.as_tensor(plane.cache)  # the same memory
 
     def begin(self, step: StepInput) -> Ticket:
         if self._num_left:

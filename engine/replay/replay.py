@@ -45,10 +45,11 @@ def replay(header: StepFileHeader, steps: Iterable[RecordedStep], device: Device
 
 def _compared(steps: Iterable[RecordedStep], device: Device) -> Iterator[ComparedStep]:
     (plane,) = device.planes()
+    cache = torch.as_tensor(plane.cache)  # the same memory
     for recorded in steps:
         for block_id, data in recorded.blocks.items():
-            whole = torch.frombuffer(bytearray(data), dtype=plane.cache.dtype).view(plane.spec.block_shape)
-            plane.cache[block_id].copy_(whole)
+            whole = torch.frombuffer(bytearray(data), dtype=cache.dtype).view(plane.spec.block_shape)
+            cache[block_id].copy_(whole)
         yield _compare(recorded, device.end(device.begin(recorded.step)))
 
 

@@ -13,28 +13,25 @@ an answer.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from common.config import EngineSettings
 from common.errors import ConfigError, InternalError
-from common.model_files import open_model
 from common.types import KVCacheSpec, SampledToken, TokenLogprob
 from engine.blocks.host_tier import BlockCopy
+from engine.context_length import fit_context
 from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
+from engine.loading.ends import known_ends
 from engine.local.device_choice import SIMULATED
-from engine.local.host_cache import allocate_host_cache, copy_blocks
-from engine.local.memory import fit_context
-from engine.local.vocabulary import known_ends
-from engine.models.registry import max_positions
+from engine.local.host_memory import num_host_blocks
 from engine.simulated.data_sheet import simulated_time
+from engine.simulated.model import read_simulated_model
 from engine.step import Draw, Drawn, StepInput, StepOutput, StepRow
 
 Uint32s = npt.NDArray[np.uint32]
@@ -66,12 +63,10 @@ class SimulatedDevice(Device):
                 "--quantization", "a simulated device has no weights; --simulated-time says how fast it is"
             )
         simulated = simulated_time(settings.simulated_time)
-        files = open_model(model_dir)
-        token_ids = files.token_ids()
-        vocab_size = _vocab_size(files.config, token_ids)
+        model = read_simulated_model(model_dir)
         self.time = simulated.time
         spec = KVCacheSpec(
-            model_id=_identity(model_dir),
+            model_id=model.identity,
             num_layers=1,
             num_kv_heads=1,
             head_dim=1,
@@ -79,26 +74,27 @@ class SimulatedDevice(Device):
             dtype="float32",
         )
         num_blocks = settings.num_blocks or max(simulated.kv_tokens // settings.block_size, 1)
-        cache = torch.zeros((num_blocks, *spec.block_shape), dtype=torch.float32)
+        cache = np.zeros((num_blocks, *spec.block_shape), dtype=np.float32)
         self._planes = [KVPlane(spec=spec, cache=cache)]
-        self._slots: Uint32s = cache.numpy().view(np.uint32).reshape(num_blocks, 2, settings.block_size)
-        self._host_cache = allocate_host_cache(settings, spec, torch.device("cpu"))
-        ends = tuple(known_ends(files.ends(token_ids), vocab_size))
+        self._slots: Uint32s = cache.view(np.uint32).reshape(num_blocks, 2, settings.block_size)
+        # Host memory has room for as many blocks as it would of the device that is simulated.
+        num_on_host = num_host_blocks(settings, simulated.kv_token_bytes * settings.block_size)
+        self._host_slots: Uint32s = np.zeros((num_on_host, 2, settings.block_size), dtype=np.uint32)
         self.info = DeviceInfo(
             spec=spec,
             num_blocks=num_blocks,
-            num_host_blocks=len(self._host_cache),
-            max_model_len=fit_context(settings.max_model_len or max_positions(files), num_blocks, settings),
-            vocab_size=vocab_size,
+            num_host_blocks=num_on_host,
+            max_model_len=fit_context(settings.max_model_len or model.max_positions, num_blocks, settings),
+            vocab_size=model.vocab_size,
             hidden_size=HIDDEN_SIZE,
-            eos_token_ids=ends,
+            eos_token_ids=tuple(known_ends(model.ends, model.vocab_size)),
             dtype_reason="two numbers of 32 bits stand for a token's K and V",
             device=SIMULATED,
             device_reason=simulated.source,
             free_rows=simulated.free_rows,
         )
         self._weights = _odd_weights(self.info.max_model_len)
-        self._words = _plain_words(token_ids, vocab_size, ends)
+        self._words = model.words
         self._clock, self._sleep = clock, sleep
         self._free_at = 0.0  # when all steps that have begun are done
         self._begun: dict[int, tuple[StepInput, float, float]] = {}  # with the end of each, and how long it takes
@@ -150,7 +146,11 @@ class SimulatedDevice(Device):
         return StepOutput(tokens=tokens, scores=scores, pooled=pooled, failures=failures, elapsed_s=seconds)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        copy_blocks(copies, self._planes[0].cache, self._host_cache)
+        for copy in copies:
+            if copy.to_host:
+                self._host_slots[copy.host_block] = self._slots[copy.device_block]
+            else:
+                self._slots[copy.device_block] = self._host_slots[copy.host_block]
         self._written.clear()
 
     def planes(self) -> list[KVPlane]:
@@ -219,29 +219,6 @@ class SimulatedDevice(Device):
         if not len(found):
             found = np.flatnonzero(allowed)  # an end of the answer, or another mark
         return _certain(int(found[0]), draw.num_top) if len(found) else None
-
-
-def _identity(model_dir: Path) -> str:
-    """32 hex digits, from what the device reads of the folder. No other device's KV has it."""
-    digest = hashlib.blake2b(SIMULATED.encode(), digest_size=16)
-    for name in ("config.json", "tokenizer.json"):
-        digest.update(hashlib.blake2b((model_dir / name).read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def _vocab_size(config: Mapping[str, object], token_ids: Mapping[str, int]) -> int:
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        if isinstance(size := part.get("vocab_size"), int):
-            return size
-    return max(token_ids.values(), default=0) + 1
-
-
-def _plain_words(token_ids: Mapping[str, int], vocab_size: int, ends: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Ids of tokens that are text: neither an end nor a mark in angle brackets."""
-    marks = {each for token, each in token_ids.items() if token.startswith("<") and token.endswith(">")}
-    known = sorted({*token_ids.values()} - marks - {*ends}) or [each for each in range(vocab_size) if each not in ends]
-    return np.array([each for each in known if each < vocab_size], dtype=np.int64)
 
 
 def _odd_weights(number: int) -> Uint32s:

@@ -10,9 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from common.block_hash import HASH_BYTES
 from common.errors import StartupError, TransferError
@@ -37,6 +35,9 @@ from kv_store.lmcache.groups import Group, GroupLayout, split_into_groups
 from kv_store.lmcache.settings import LMCacheSettings
 from kv_store.lookups import Lookups
 from kv_store.results import ResultQueue, block_result
+
+if TYPE_CHECKING:
+    from kv_store.base import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class LMCacheConnector(KVConnector):
             self._client.close(0.0)
             raise
 
-    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+    def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
         self._layout = GroupLayout(spec)
         kinds = [self._layout.chunk(Group(size, bytes(HASH_BYTES))) for size in self._layout.sizes]

@@ -15,10 +15,9 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
-import torch
 
 from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
@@ -31,6 +30,9 @@ from kv_store.nixl.publish import Publisher
 from kv_store.nixl.settings import NixlSettings
 from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
 from kv_store.results import ResultQueue
+
+if TYPE_CHECKING:
+    from kv_store.base import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class NixlConnector(KVConnector):
             raise StartupError(f"connector: NIXL cannot start: {type(error).__name__}: {error}") from error
         self._sides: tuple[Fetcher, Publisher] | None = None
 
-    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+    def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         """Raises `StartupError` if UCX cannot register the cache and staging is off."""
         self._spec = spec
         self._view = CacheView(cache, spec)

@@ -12,9 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from common import metrics
 from common.errors import StartupError, TransferError
@@ -46,6 +44,9 @@ from kv_store.shared_storage.run_file import HEADER_BYTES, MAX_BLOCKS, RUN_BYTES
 from kv_store.shared_storage.settings import SharedStorageSettings
 from kv_store.shared_storage.sharded_files import ShardedFiles
 from kv_store.shared_storage.space import StoreSpace
+
+if TYPE_CHECKING:
+    from kv_store.base import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class SharedStorageConnector(KVConnector):
             config.num_io_threads, config.transfer_timeout_s, self._give_up, self._give_up_queued
         )
 
-    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+    def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
         self._files = ShardedFiles(self._kv_dir, spec, self._clock)
         self._results = ResultQueue(wake)

@@ -23,7 +23,8 @@ from engine import messages as m
 from engine.blocks.host_tier import BlockCopy
 from engine.core import EngineCore
 from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
-from engine.local.host_cache import copy_blocks, num_host_blocks
+from engine.local.host_cache import copy_blocks
+from engine.local.host_memory import num_host_blocks
 from engine.request import Request
 from engine.speculation.speculation import Drafter
 from engine.step import StepInput, StepOutput, StepRow
@@ -173,7 +174,7 @@ def make_core(
     """An engine on the fake model; `settings` as in `EngineSettings`. Its clock goes on by a second each time it is
     read, unless it has another one."""
     checked = EngineSettings(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type] # keyword by keyword
-    device = FakeDevice(num_blocks, num_host_blocks=num_host_blocks(checked, SPEC))
+    device = FakeDevice(num_blocks, num_host_blocks=num_host_blocks(checked, SPEC.block_bytes))
     connector = connector or MemoryConnector(ConnectorConfig(epoch=epoch, worker_id=f"test-{epoch}"))
     core = EngineCore(
         checked,

@@ -1,0 +1,46 @@
+"""The kinds of devices that an engine's process may have.
+
+Each kind is imported only if the engine has one, and nothing else that the process imports needs torch: a simulated
+device's process has none, so that many of them fit into one machine (`tests/engine/simulated/test_no_torch.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.config import EngineSettings
+from engine.learning.learner import KnownTimes, Source
+from engine.local.device_choice import SIMULATED
+from engine.simulated.device import SimulatedDevice
+
+if TYPE_CHECKING:
+    from engine.local.device import LocalDevice
+    from engine.speculation.speculation import Drafter
+
+
+def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | SimulatedDevice:
+    """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`."""
+    if settings.device == SIMULATED:
+        return SimulatedDevice(model_dir, settings)
+    from engine.local.device import LocalDevice
+
+    return LocalDevice(model_dir, settings)
+
+
+def known_times(device: LocalDevice | SimulatedDevice, settings: EngineSettings) -> KnownTimes:
+    """How long the device's steps take, as far as that is known without serving. May compute some steps."""
+    if isinstance(device, SimulatedDevice):
+        return KnownTimes(device.time.key, device.time, Source.FILE)
+    from engine.learning.local_times import local_times
+
+    return local_times(device, settings)
+
+
+def load_drafter(device: LocalDevice | SimulatedDevice, settings: EngineSettings) -> Drafter | None:
+    """The model that guesses tokens, if `settings` name one. Raises `StartupError`."""
+    if isinstance(device, SimulatedDevice):  # it refuses such settings
+        return None
+    from engine.speculation.draft_model import load_draft_model
+
+    return load_draft_model(settings, device)
