@@ -124,8 +124,8 @@ def _pin(cores: Sequence[int]) -> bool:
 def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:
     """Loads the model, then: commands in, one step, events out, for ever."""
     from engine.core import EngineCore
-    from engine.learning.report import BatchTimeReporter
     from engine.devices import load_drafter, open_device
+    from engine.learning.report import BatchTimeReporter
     from engine.learning.start import start_learning
     from engine.sampling.grammars import GrammarCompiler
     from engine.step_profiler import StepProfiler

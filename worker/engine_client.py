@@ -28,7 +28,7 @@ from common.types import WorkerLoad
 from engine import messages as m
 from worker.block_feed import BlockFeed
 from worker.engine_calls import EngineCalls
-from worker.engine_process import STOP_TIMEOUT_S, EngineProcess, exit_words
+from worker.engine_process import STOP_TIMEOUT_S, EngineProcess, StartEngine, exit_words
 from worker.engine_stream import EngineStream
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,15 @@ SILENCE_TICK_S = 0.5
 
 
 class EngineClient:
-    def __init__(self, settings: WorkerSettings, name: str, model_dir: Path, worker_id: str, epoch: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        name: str,
+        model_dir: Path,
+        worker_id: str,
+        epoch: str,
+        start_engine: StartEngine | None = None,
+    ) -> None:
         self._settings = settings
         self._worker_id = worker_id
         self._streams: dict[str, EngineStream] = {}
@@ -48,7 +56,7 @@ class EngineClient:
         self._load_changed = asyncio.Condition()
         self._relay = MetricRelay(metrics.ENGINE_METRICS)
         self._failure = ""  # the engine's own last word
-        self._process = EngineProcess(settings, f"{name}.engine", model_dir, worker_id, epoch)
+        self._process = EngineProcess(settings, f"{name}.engine", model_dir, worker_id, epoch, start_engine)
         self._tasks = VitalTasks(self._give_engine_up)
         self._ready: asyncio.Future[m.EngineReady] = asyncio.get_running_loop().create_future()
         self._silence_s = 0.0  # how long the engine has said nothing

@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -32,16 +33,48 @@ _HUGE_PAGES = "glibc.malloc.hugetlb"
 _SHORT_SPINS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
+class Input(Protocol):
+    """Standard input of a process."""
+
+    def write(self, data: bytes, /) -> object: ...
+    def close(self) -> None: ...
+
+
+class Running(Protocol):
+    """A process: what is used here of `asyncio.subprocess.Process`."""
+
+    @property
+    def stdin(self) -> Input | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
+StartEngine = Callable[[Mapping[str, str]], Awaitable[Running]]
+"""Starts an engine's process, given its environment."""
+
+
 class EngineProcess:
-    def __init__(self, settings: WorkerSettings, name: str, model_dir: Path, worker_id: str, epoch: str) -> None:
-        """`name` is the process's, in log lines."""
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        name: str,
+        model_dir: Path,
+        worker_id: str,
+        epoch: str,
+        start: StartEngine | None = None,
+    ) -> None:
+        """`name` is the process's, in log lines. `start` is `start_process` if None."""
         self._settings = settings
         self._name = name
         self._model_dir = model_dir
         self._worker_id = worker_id
         self._epoch = epoch
         self._folder = ""
-        self._process: asyncio.subprocess.Process | None = None
+        self._start = start
+        self._process: Running | None = None
         self._socket: zmq.asyncio.Socket | None = None
 
     async def start(self) -> None:
@@ -59,7 +92,7 @@ class EngineProcess:
             epoch=self._epoch,
             settings=self._settings.model_dump_json(),
         )
-        self._process = await start_process(engine_environment(self._settings, os.environ))
+        self._process = await (self._start or start_process)(engine_environment(self._settings, os.environ))
         assert self._process.stdin is not None  # noqa: S101 (a pipe was asked for)
         self._process.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
 

@@ -24,6 +24,7 @@ from common.trace_settings import make_trace_export
 from common.types import WorkerRole, WorkerState
 from worker.drain import drain
 from worker.embed_service import add_service as add_embed_service
+from worker.engine_process import StartEngine
 from worker.metrics_port import serve_metrics
 from worker.port import server_limits
 from worker.receiving import ReceivingInterceptor
@@ -46,13 +47,15 @@ async def serve(
     model_name: str,
     services: list[AddService],
     on_ready: Callable[[str], None],
+    start_engine: StartEngine | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT, a Drain call or the end of the engine or a gRPC server; the process's exit code.
 
     0 if every stream ended by itself or was handed over, 1 if the drain timeout cut one or what it stands on ended.
-    `on_ready` gets the address by which others reach this worker. Raises `StartupError` in one line.
+    `on_ready` gets the address by which others reach this worker. `start_engine` starts the engine's process; without
+    it, that is a process of its own. Raises `StartupError` in one line.
     """
-    worker = Worker(settings, role, model_dir, model_name)
+    worker = Worker(settings, role, model_dir, model_name, start_engine)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are lines to show it ends nothing
     await worker.engine.spawn()
     traces = worker.spans = make_trace_export(settings, f"baton-{role.value}", worker.worker_id)

@@ -36,6 +36,7 @@ from common.validation import ModelLimits, check_priority, check_prompt
 from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient
+from worker.engine_process import StartEngine
 from worker.engine_stream import EngineStream
 from worker.profiles import Profiles
 
@@ -78,7 +79,14 @@ def _is_routable(listen: str) -> bool:
 class Worker:
     """One worker process. `epoch` is new at each start, so that references into an earlier process are recognised."""
 
-    def __init__(self, settings: WorkerSettings, role: WorkerRole, model_dir: Path, model_name: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: WorkerRole,
+        model_dir: Path,
+        model_name: str,
+        start_engine: StartEngine | None = None,
+    ) -> None:
         self.settings = settings
         self.role = role
         self.model_dir = model_dir
@@ -87,7 +95,7 @@ class Worker:
         self.worker_id = worker_id(settings, role, self.epoch)
         self.address = ""  # as others reach it; set once the port is bound
         self.state = WorkerState.READY
-        self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch)
+        self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch, start_engine)
         self.channels = ChannelPool(Channels(settings))
         self.profiles = Profiles(self.engine)
         self.hedges = RetryBudget(ratio=HEDGE_RATIO, floor_per_s=HEDGES_PER_S, window_s=HEDGE_WINDOW_S)

@@ -52,7 +52,17 @@ def up(settings: UpSettings) -> int:
     stack_plan.check(settings)
     settings = prepare_model(settings)
     with kv_directory(stack_plan.given_kv_dir(settings)) as kv_dir:
-        return stack.run(stack_plan.plan(settings, kv_dir), on_ready=partial(print_ready, hints=settings.hints))
+        running = stack_plan.plan(settings, kv_dir)
+        if sys.stderr.isatty():
+            running.progress = show_progress
+        return stack.run(running, on_ready=partial(print_ready, hints=settings.hints))
+
+
+def show_progress(num_ready: int, num_processes: int) -> None:
+    """In one line of a terminal, which the next one is written over."""
+    what = f"{num_ready} of {num_processes} processes are ready" if num_ready < num_processes else "the router looks"
+    sys.stderr.write(f"\x1b[K{what}\r")
+    sys.stderr.flush()
 
 
 def prepare_model(settings: S) -> S:
@@ -71,6 +81,8 @@ def prepare_model(settings: S) -> S:
 
 
 def print_ready(addresses: Addresses, *, hints: bool) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[K")
     print(f"ready http={addresses.http} grpc={addresses.grpc}", flush=True)
     if hints:
         print(_hints(addresses), file=sys.stderr, flush=True)

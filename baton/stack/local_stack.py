@@ -16,18 +16,21 @@ import math
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.settings import PREFIX
-from baton.stack.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start
+from baton.stack.fork_server import ForkServer
+from baton.stack.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start, watched
 from common.errors import BatonError, StartupError
 from common.process.restarts import WINDOW_S, Restarts
 
 log = logging.getLogger(__name__)
 
+BATON = (sys.executable, "-m", "baton")  # begins the command of each child but LMCache's
 LMCACHE = "lmcache"  # the child's name
 _POLL_S = 0.02  # between questions whether the router has found its workers
 _KILL_GRACE_S = 5.0  # beyond its own drain timeout, until a child is killed
@@ -41,6 +44,15 @@ class Addresses:
     grpc: str  # host:port
 
 
+@dataclass(slots=True, frozen=True)
+class Forks:
+    """Children that are forks of one process (`baton.stack.fork_server`)."""
+
+    names: frozenset[str]
+    model: str
+    cache_dir: str
+
+
 @dataclass(slots=True)
 class Stack:
     """Child processes of which `router` is one, and the state of bringing them up and down."""
@@ -52,10 +64,13 @@ class Stack:
     max_restarts: int = 0  # of each child, within WINDOW_S
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of each child; no others of ours
     front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere if empty
+    forks: Forks | None = None  # which children are forks of one process
     not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty if it does
+    progress: Callable[[int, int], None] = lambda _ready, _all: None  # how many children are ready
     events: Events = field(default_factory=Events)
     children: list[Child] = field(default_factory=list)
     ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
+    _fork_server: ForkServer | None = None
     _starts: dict[str, float] = field(default_factory=dict)  # children to be started again: time.monotonic()
 
     def start(self) -> Addresses | Signalled:
@@ -63,14 +78,19 @@ class Stack:
 
         Raises StartupError when a child ends or `start_timeout` passes.
         """
-        for name in self.commands:
-            self.children.append(self._spawn(name))
         deadline = time.monotonic() + self.start_timeout
-        while why := self._why_not_ready():
+        for name in sorted(self.commands, key=self._is_forked):  # those last: the first one waits for imports
+            self.children.append(self._spawn(name))
+        while True:
+            asked_at = time.monotonic()
+            if not (why := self._why_not_ready()):
+                break
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StartupError(f"not ready after {self.start_timeout:g} s (--start-timeout): {why}")
-            match self._next(left if len(self.ready) < len(self.children) else _POLL_S):
+            self.progress(len(self.ready), len(self.children))
+            asked_s = time.monotonic() - asked_at  # a large fleet takes longer to look at
+            match self._next(left if len(self.ready) < len(self.children) else max(_POLL_S, asked_s)):
                 case Ready(child, fields):
                     self.ready[child.name] = fields
                 case Ended(child):
@@ -136,7 +156,15 @@ class Stack:
         command = self.commands[name]
         if name == self.router and name in self.ready:
             command = _at(self.addresses(), command)
-        return start(name, command, self.events, environ=environ, cores=cores)
+        if self.forks is None or not self._is_forked(name):
+            return start(name, command, self.events, environ=environ, cores=cores)
+        if self._fork_server is None or not self._fork_server.is_running:
+            self._fork_server = ForkServer(self.forks.model, self.forks.cache_dir, environ)
+        process = self._fork_server.start(name, command[len(BATON) :], cores)
+        return watched(Child(name, process), self.events)
+
+    def _is_forked(self, name: str) -> bool:
+        return self.forks is not None and name in self.forks.names
 
     def _workers(self) -> list[Child]:
         return [child for child in self.children if child.name not in (self.router, LMCACHE)]
@@ -169,6 +197,9 @@ class Stack:
             child.kill()
         for child in self.children:
             child.join(_KILL_GRACE_S)
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
     def _next(self, timeout: float | None) -> Event | None:
         """The next event; None when `timeout` seconds pass without one."""

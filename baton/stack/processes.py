@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from baton.stack.fork_server import ForkedProcess
 from common.errors import BatonError, InternalError, StartupError
 
 log = logging.getLogger(__name__)
@@ -62,12 +63,19 @@ Event = Ready | Ended | Signalled | Finished
 Events = queue.SimpleQueue[Event]  # its put() may be called from a signal handler
 
 
+class OwnProcess(subprocess.Popen[bytes]):
+    def wait_ended(self) -> None:
+        """Returns once it has ended. Its pid is not another process's yet, if the system can say so."""
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+
 @dataclass(slots=True, eq=False)
 class Child:
     """One process. `name` is how messages call it."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: OwnProcess | ForkedProcess
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # its last lines on standard error
     code: int | None = None  # exit code once it has ended; -N if signal N ended it
     watcher: threading.Thread | None = None
@@ -105,8 +113,8 @@ class Child:
 
     def reap(self) -> int:
         """Waits for its end, in the watching thread, and kills what it left behind. Returns the exit code."""
+        self.process.wait_ended()
         if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             self._kill_group()
         code = self.process.wait()
         with self._lock:
@@ -134,7 +142,7 @@ def start(
     Must run in the main thread: the kernel ties a child's life to the thread that started it.
     """
     try:
-        process = subprocess.Popen(  # noqa: S603 - our own commands
+        process = OwnProcess(
             tethered(argv, cores),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -144,12 +152,12 @@ def start(
         )
     except OSError as error:
         raise StartupError(f"{name} cannot be started: {error}") from error
-    child = Child(name, process)
-    _watch(child, events)
-    return child
+    return watched(Child(name, process), events)
 
 
-def _watch(child: Child, events: Events) -> None:
+def watched(child: Child, events: Events) -> Child:
+    """Has threads tell `events` what becomes of it."""
+
     def vital(target: Callable[..., None], *args: object) -> None:
         try:
             target(*args)
@@ -165,6 +173,7 @@ def _watch(child: Child, events: Events) -> None:
 
     output = [thread(_read_stdout, child, events), thread(_read_stderr, child)]
     child.watcher = thread(_wait, child, output, events)
+    return child
 
 
 def _read_stdout(child: Child, events: Events) -> None:

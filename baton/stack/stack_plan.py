@@ -26,7 +26,7 @@ from baton.settings import (
     to_flags,
 )
 from baton.stack import lmcache_server
-from baton.stack.local_stack import LMCACHE, Addresses, Stack
+from baton.stack.local_stack import BATON, LMCACHE, Addresses, Forks, Stack
 from common.config import (
     LimitSettings,
     ObserveSettings,
@@ -39,6 +39,7 @@ from common.config import (
 )
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
+from engine.local.device_choice import SIMULATED
 from kv_store import registry
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ _WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
 # our choice and the worker's bind.
 _WORKER_PORTS = range(20000, 32000)
 _FLEET_TIMEOUT_S = 10.0
+_MANY_WORKERS = 11  # simulated ones, from which on each tells only warnings unless --log-level is given
 _OF_ROUTER = [
     field
     for settings in (PolicySettings, LimitSettings, WebSettings, ObserveSettings)
@@ -121,13 +123,17 @@ def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.env
     a child and cannot be passed on."""
     router_variables, worker_variables = child_variables(environ)
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
-    cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
+    is_simulated = settings.device == SIMULATED
+    # Simulated devices compute nothing, so their workers run anywhere.
+    cores = [()] * len(roles) if is_simulated else divide_cores(settings.cpu_cores or usable_cores(), len(roles))
     lmcache_address, *addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(1 + len(roles))]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     shared = {name: value for name, value in settings.model_dump().items() if name in _SHARED}
     shared["kv_dir"] = str(kv_dir)
     if settings.device.startswith("cuda"):  # all workers are on the same device, so each gets its share of it
         shared["memory_utilization"] = settings.memory_utilization / len(roles)
+    if is_simulated and len(roles) >= _MANY_WORKERS and "log_level" not in settings.model_fields_set:
+        shared["log_level"] = "warning"
     commands: dict[str, list[str]] = {}
     if _starts_lmcache(settings):
         shared["lmcache_address"] = lmcache_address
@@ -139,6 +145,7 @@ def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.env
         worker = WORKER_SETTINGS.model_validate({**shared, "listen": address, "cpu_cores": own})
         numbers[role] = numbers.get(role, 0) + 1
         commands[f"{role}-{numbers[role]}"] = baton_command(role, worker)
+    workers = frozenset(commands) - {LMCACHE}
     router = RouterSettings(
         prefill=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "decode"),
         decode=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "prefill"),
@@ -158,6 +165,7 @@ def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.env
         max_restarts=settings.max_restarts,
         front_cores=front_cores(roles, cores),
         variables={name: router_variables if name == "router" else worker_variables for name in commands},
+        forks=Forks(workers, settings.model, settings.cache_dir) if is_simulated and sys.platform == "linux" else None,
         not_ready=fleet_not_ready if not _SECURED & router_variables.keys() else lambda _: "",
     )
 
@@ -175,7 +183,7 @@ def fleet_not_ready(addresses: Addresses) -> str:
 
 
 def baton_command(command: str, settings: Settings) -> list[str]:
-    return [sys.executable, "-m", "baton", command, *to_flags(settings)]
+    return [*BATON, command, *to_flags(settings)]
 
 
 def usable_cores() -> tuple[int, ...]:

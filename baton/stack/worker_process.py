@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -16,6 +17,7 @@ from common.types import WorkerRole
 from decode_service import servicer as decode_servicer
 from engine.loading.embedded_model import ensure_model
 from prefill_service import servicer as prefill_servicer
+from worker.engine_process import StartEngine
 from worker.server import AddService, serve
 
 log = logging.getLogger(__name__)
@@ -27,8 +29,9 @@ _SERVICES: dict[WorkerRole, list[AddService]] = {
 }
 
 
-def main(settings: WorkerSettings, role: WorkerRole) -> int:
-    """Serves until it is told to end; prints `ready grpc=ADDRESS role=ROLE` once it answers."""
+def main(settings: WorkerSettings, role: WorkerRole, start_engine: StartEngine | None = None) -> int:
+    """Serves until it is told to end; prints `ready grpc=ADDRESS role=ROLE` once it answers. `start_engine`: see
+    `worker.server.serve`."""
     keep_few_arenas()
     setup_logging(role.value, level=settings.log_level, log_format=settings.log_format)
     if settings.connector == "memory":
@@ -36,9 +39,8 @@ def main(settings: WorkerSettings, role: WorkerRole) -> int:
     if role is WorkerRole.PREFILL:
         settings = settings.model_copy(update={"speculation": "none"})  # it generates nothing
     model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
-    return uvloop.run(
-        serve(settings, role, model_dir, _served_name(settings), _SERVICES[role], lambda at: _ready(at, role))
-    )
+    ready = partial(_ready, role=role)
+    return uvloop.run(serve(settings, role, model_dir, _served_name(settings), _SERVICES[role], ready, start_engine))
 
 
 def _served_name(settings: WorkerSettings) -> str:

@@ -14,6 +14,7 @@ from engine.blocks.host_tier import BlockCopy
 from engine.local.host_memory import GIB, available_bytes, host_cache_gb, num_host_blocks
 from kv_store.host_pages import prepare_pages
 
+
 def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
     """`[num_host_blocks, *block_shape]` of the cache's dtype, for both uses together; no blocks if neither is on.
 

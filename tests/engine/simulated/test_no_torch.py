@@ -42,7 +42,5 @@ def test_an_engine_with_a_simulated_device_has_no_torch(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
     (tmp_path / "model.safetensors").write_bytes(b"")
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", ENGINE, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", ENGINE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "set()", done.stderr
