@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import sys
 import tempfile
@@ -34,7 +33,6 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.main import main as baton
-from bench.instant_engine import STEP_VARIABLE
 from bench.processes import running
 from bench.router.clients import Endpoint
 from bench.router.load import closed_loop
@@ -136,12 +134,11 @@ def _of_router(pid: int, address: str, load: _Load) -> float:
 
 @contextlib.contextmanager
 def fronts(load: _Load, logs: Path) -> Iterator[Mapping[str, Measure]]:
-    """A decode worker's front of each kind before an engine that computes nothing."""
-    os.environ[STEP_VARIABLE] = str(load.step_ms)
+    """A decode worker's front of each kind before an engine with a simulated device."""
     with contextlib.ExitStack() as stack:
         spans = stack.enter_context(collector())
-        found = {}
-        for kind, command in {OFF: ["blind-front"], ON: ["front", spans]}.items():
+        found, step_ms = {}, str(load.step_ms)
+        for kind, command in {OFF: ["blind-front", step_ms], ON: ["front", step_ms, spans]}.items():
             log = stack.enter_context((logs / f"front-{kind}").open("wb"))
             fields = stack.enter_context(running([*_SERVE, *command], f"the worker ({kind})", log))
             traced_share = SAMPLE if kind == ON else 0.0
@@ -184,8 +181,9 @@ def _serve(what: str, arguments: Sequence[str]) -> int:
         blind()
     if what == "blind-router":
         return baton(arguments)
-    settings = {"log_level": "warning"} if what == "blind-front" else {"trace_endpoint": arguments[0]}
-    uvloop.run(serve_front(**settings))
+    step_ms, *spans = arguments
+    settings = {"log_level": "warning"} if what == "blind-front" else {"trace_endpoint": spans[0]}
+    uvloop.run(serve_front(int(step_ms), **settings))
     return 0
 
 

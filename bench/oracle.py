@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bench.simulated_fleet import Hardware, Job, Outcome, Slo, simulate
 from router.autoscaler.signals import FleetSignals
+from simulation.rough_fleet import Hardware, Job, Outcome, Slo, simulate
 
 
 def best_batch(hardware: Hardware, slo: Slo) -> int:

@@ -3,7 +3,7 @@
     python -m bench.planner [TRACE.jsonl ...] [--json]
 
 A trace has one JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens). Without one, a day of
-synthetic traffic is made, pressed into an hour. Both sides drive the same simulated fleet (`bench.simulated_fleet`).
+synthetic traffic is made, pressed into an hour. Both sides drive the same simulated fleet (`simulation.rough_fleet`).
 What is compared is worker-hours at equal SLO attainment.
 """
 
@@ -19,11 +19,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench.oracle import best_batch, offered, run_oracle
-from bench.simulated_fleet import Hardware, Job, Outcome, Slo, simulate
 from common.types import WorkerRole
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
 from router.autoscaler.rules import TargetRules, Targets
 from router.autoscaler.signals import FleetSignals
+from simulation.rough_fleet import Hardware, Job, Outcome, Slo, simulate
 
 
 def run_planner(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from baton.stack.processes import Child
+from baton.stack.processes import Child, OwnProcess
 from common.errors import StartupError
 
 _END_GRACE_S = 60.0
@@ -25,7 +25,7 @@ def started(
     process ends it as Ctrl-C does, so that it leaves none behind."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, start_new_session=True)
+    process = OwnProcess(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, start_new_session=True)
     child = Child(what, process)
     try:
         yield child

@@ -1,14 +1,15 @@
 """What a decode worker's front costs: CPU time of its process, without the engine's, per request of one token and per
 token of longer answers.
 
-The front is a process of its own, before an engine that computes nothing (`bench.instant_engine`). All requests come in
-one `DecodeMany` stream, as from a router.
+The front is a process of its own, before an engine whose device is simulated and takes the same time for every step.
+All requests come in one `DecodeMany` stream, as from a router.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -18,10 +19,11 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from bench.instant_engine import SPEC, STEP_VARIABLE
 from bench.measure import interleave, print_table
 from bench.processes import running
 from bench.router.process_cost import own_cpu_s
+from common.batch_time import FEATURES, BatchTime, BatchTimeKey, Regime, RegimeTime, Table
+from common.batch_time_file import encode
 from common.config import WorkerSettings
 from common.errors import InternalError
 from common.grpc.options import CHANNEL_OPTIONS
@@ -29,11 +31,12 @@ from common.tracing import TraceContext, new_span_id, new_trace_id
 from common.types import WorkerRole
 from decode_service.servicer import add_service
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
-from worker import engine_process
 from worker.server import serve
 
 NUM_PROMPT_TOKENS = 50
 MAX_TOKENS = 1024  # more of them would need credit (`common.grpc.call_window`)
+MAX_STREAMS = 256
+NUM_BLOCKS = 2**15  # of 16 tokens: room for all of them
 
 
 class Load:
@@ -71,7 +74,6 @@ class Load:
                     call_id=call_id,
                     request=decode_pb2.DecodeRequest(
                         request_id=f"{os.getpid()}-{id(self)}-{call_id}",
-                        fingerprint=SPEC.fingerprint(),
                         prompt_token_ids=[1] * NUM_PROMPT_TOKENS,
                         sampling_params=types_pb2.SamplingParams(max_tokens=self._max_tokens),
                         traceparent=self._traceparent(call_id),
@@ -114,22 +116,52 @@ def measure(address: str, pid: int, streams: int, tokens: int, seconds: float) -
     return figures
 
 
-async def serve_front(**values: str) -> None:
-    """`values`: of further settings."""
-    engine_process.ENGINE_MODULE = "bench.instant_engine"
-    with tempfile.TemporaryDirectory() as folder:
-        given: dict[str, object] = {"listen": "127.0.0.1:0", "kv_dir": folder, "drain_timeout": 0.0}
+async def serve_front(step_ms: int, **values: str) -> None:
+    """Steps of the engine take `step_ms`. `values`: of further settings."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder)
+        times = folder / "times.json"
+        times.write_bytes(encode(constant_time(step_ms / 1000)))
+        given: dict[str, object] = {
+            "listen": "127.0.0.1:0",
+            "device": "simulated",
+            "simulated_time": str(times),
+            "num_blocks": NUM_BLOCKS,
+            "max_num_seqs": MAX_STREAMS,
+            "enable_prefix_caching": False,  # all prompts are equal
+            "kv_dir": str(folder / "kv"),
+            "drain_timeout": 0.0,
+        }
         settings = WorkerSettings.model_validate({**given, "log_level": "warning", **values})
 
         def say(address: str) -> None:
             print(f"ready grpc={address}", flush=True)
 
-        await serve(settings, WorkerRole.DECODE, Path(folder), SPEC.model_id, [add_service], say)
+        await serve(settings, WorkerRole.DECODE, folder, "simulated", [add_service], say)
+
+
+def write_model(folder: Path) -> None:
+    """A model's folder as far as a simulated device reads it."""
+    vocabulary = {f"w{number}": number for number in range(512)}
+    tokenizer = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2048}', encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def constant_time(seconds: float) -> BatchTime:
+    """A model of time for which every step takes `seconds`."""
+    step = RegimeTime(layers=Table(seconds=(seconds,)), head=Table(), coefficients=(0.0,) * len(FEATURES))
+    key = BatchTimeKey(
+        spec="any", quantization="none", device="simulated", processor="none", kernels="none", num_threads=1
+    )
+    return BatchTime(key=key, regimes=dict.fromkeys(Regime, step))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.worker_front", description=__doc__)
-    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=32, help=f"at most {MAX_STREAMS}")
     parser.add_argument("--tokens", type=int, default=256, help=f"of a longer answer, at most {MAX_TOKENS}")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--step-ms", type=int, default=10, help="between two tokens of a request")
@@ -137,12 +169,14 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        uvloop.run(serve_front())
+        uvloop.run(serve_front(args.step_ms))
         return
     if not 2 <= args.tokens <= MAX_TOKENS:
         parser.error(f"--tokens: must be from 2 to {MAX_TOKENS}")
-    os.environ[STEP_VARIABLE] = str(args.step_ms)
-    with running([sys.executable, "-m", "bench.worker_front", "--serve"], "the worker") as fields:
+    if not 1 <= args.streams <= MAX_STREAMS:
+        parser.error(f"--streams: must be from 1 to {MAX_STREAMS}")
+    command = [sys.executable, "-m", "bench.worker_front", "--serve", "--step-ms", str(args.step_ms)]
+    with running(command, "the worker") as fields:
         address, pid = fields["grpc"], int(fields["pid"])
         front = {"front": lambda: measure(address, pid, args.streams, args.tokens, args.seconds)}
         rows = interleave(front, args.repeats)

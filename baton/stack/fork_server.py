@@ -77,9 +77,7 @@ class ForkServer:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise StartupError(
-                    f"the workers' fork server cannot be started: {error}"
-                ) from error
+                raise StartupError(f"the workers' fork server cannot be started: {error}") from error
         threading.Thread(target=self._read, name="fork-server", daemon=True).start()
 
     @property

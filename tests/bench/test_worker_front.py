@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
-from bench.instant_engine import STEP_VARIABLE
 from bench.processes import running
 from bench.worker_front import Load
 
 NUM_STREAMS = 3
 
 
-async def test_every_token_of_every_request_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STEP_VARIABLE, "1")
-    with running([sys.executable, "-m", "bench.worker_front", "--serve"], "the worker") as fields:
+async def test_every_token_of_every_request_is_counted() -> None:
+    with running([sys.executable, "-m", "bench.worker_front", "--serve", "--step-ms=1"], "the worker") as fields:
         for max_tokens in (1, 20):
             load = Load(NUM_STREAMS, max_tokens, 0.1)
             await load.run(fields["grpc"])

@@ -11,21 +11,16 @@ import pytest
 
 from baton.client.report import Result
 from common.batch_time import StepShape
-from common.config import EngineSettings
 from common.errors import OverloadedError
-from common.sampling import SamplingParams
 from common.targets import LatencyTargets
-from engine.sampling.draws import draw
 from engine.simulated.data_sheet import simulated_time
-from engine.simulated.device import SimulatedDevice
-from engine.step import StepRow
 from tests.chaos.tiny_model import random_prompt
+from tests.integration.simulated import simulated_answer
 from tests.integration.stack import Fleet, kill, running
 from tests.integration.tiny import tiny_fleet
 from tests.nixl import skip_without_nixl
 
 NUM_TOKENS = 24
-LIKELIEST = draw(SamplingParams(temperature=0.0), 0)
 
 
 def start(folder: Path, connector: str, prefill: int, decode: int, *more: str) -> Fleet:
@@ -40,18 +35,7 @@ def start(folder: Path, connector: str, prefill: int, decode: int, *more: str) -
 
 
 def reference(folder: Path, prompt: list[int]) -> list[int]:
-    settings = EngineSettings(device="simulated", num_blocks=64, max_model_len=1024)
-    device = SimulatedDevice(folder / "model", settings, sleep=lambda _: None, clock=iter(range(10**6)).__next__)
-    tokens, start_at = list(prompt), 0
-    while len(tokens) < len(prompt) + NUM_TOKENS:
-        row = StepRow(
-            token_ids=tokens[start_at:], num_computed_tokens=start_at, block_ids=list(range(64)), draw=LIKELIEST
-        )
-        (token,) = device.execute([row])
-        assert token is not None
-        start_at = len(tokens)
-        tokens.append(token.token_id)
-    return tokens[len(prompt) :]
+    return simulated_answer(folder / "model", prompt, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("connector", ["shared_storage", "nixl"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.oracle import best_batch, offered
 from bench.planner import run_planner, synthetic_day
-from bench.simulated_fleet import Hardware, Slo
+from simulation.rough_fleet import Hardware, Slo
 from common.types import WorkerRole
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions

@@ -1,4 +1,5 @@
-"""A simulated fleet that a plan scales, once a second: what a planner and its oracle are compared on.
+"""A fleet as queues and batches, without tokens, that a plan scales once a second: what a planner and its oracle are
+compared on. The oracle plays a trace thousands of times, for which `simulation.fleet` is too slow.
 
 Prefill workers compute their queues in order, decode workers share each step among their requests (time per token grows
 with the batch), a new worker serves some seconds after it was asked for, and one that is to go finishes what it has.
