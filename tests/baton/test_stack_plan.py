@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,26 @@ def test_what_makes_no_stack() -> None:
     stack_plan.check(UpSettings(prefill=0, decode=0, both=1))
     stack_plan.check(UpSettings(connector="nixl", store="shared_storage"))
     stack_plan.check(UpSettings(store="shared_storage"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each worker is a process that is started anew")
+def test_simulated_workers_are_forks_and_run_on_any_core() -> None:
+    stack = stack_plan.plan(UpSettings(device="simulated", prefill=60, decode=40, cpu_cores=(0, 1)), Path("/kv"))
+    assert stack.forks is not None
+    assert stack.forks.names == set(stack.commands) - {"router"}
+    assert len(stack.forks.names) == 100
+    assert not stack.front_cores
+    for name in stack.forks.names:
+        flags = stack.commands[name]
+        assert not [flag for flag in flags if flag.startswith("--cpu-cores")]
+        assert "--log-level=warning" in flags  # a thousand lines otherwise
+    assert "--log-level=warning" not in stack.commands["router"]
+
+
+def test_a_log_level_that_was_given_is_that_of_simulated_workers_too() -> None:
+    settings = UpSettings(device="simulated", prefill=60, decode=40, log_level="debug")
+    assert "--log-level=debug" in stack_plan.plan(settings, Path("/kv")).commands["decode-40"]
+
+
+def test_real_workers_are_no_forks() -> None:
+    assert stack_plan.plan(UpSettings(), Path("/kv")).forks is None

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.client.sync_client import Client
 from common.errors import BatonError
 from common.types import WorkerState
+from router.autoscaler.signals import ROLES
 from tests.integration.simulated import simulated_answer, write_simulated_model
-from tests.integration.stack import Stack, alive, command, descendants, running, wait_for
+from tests.integration.stack import Stack, alive, baton, command, descendants, ready_fields, running, wait_for
+from tests.kube.processes import Process
 
 NUM_PREFILL, NUM_DECODE = 24, 16
 NUM_TOKENS = 16
@@ -54,12 +62,16 @@ def pss_mib(pid: int) -> float:
     return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) / 1024
 
 
-def ask(client: Client, prompt: list[int], num_tokens: int) -> list[int] | BatonError:
+def ask(client: Client, prompt: list[int], num_tokens: int) -> list[int]:
+    answer = client.generate(prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True).result()
+    return list(answer.token_ids)
+
+
+def ask_or_fail(client: Client, prompt: list[int], num_tokens: int) -> list[int] | BatonError:
     try:
-        answer = client.generate(prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True).result()
+        return ask(client, prompt, num_tokens)
     except BatonError as error:
         return error
-    return list(answer.token_ids)
 
 
 def prompts(seed: int, number: int) -> list[list[int]]:
@@ -95,11 +107,47 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@contextmanager
+def autoscaler(stack: Stack, folder: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    """One that watches the stack and may ask for more workers than it has; gives what asks for its decisions."""
+    of_role = {role: [one.address for one in stack.workers() if one.role is role] for role in ROLES}
+    fleet = [f"--{role.value}={','.join(addresses)}" for role, addresses in of_role.items()]
+    limits = ("--prefill-max=100", "--decode-max=100", "--target-requests=1", "--scale-up-delay=0")
+    flags = (*fleet, f"--routers={stack.grpc}", "--http-listen=127.0.0.1:0", *limits)
+    process = Process("autoscaler", baton("autoscaler", *flags), folder / "autoscaler.log")
+    try:
+        url = ready_fields(process)["http"]
+
+        def decisions() -> dict[str, Any]:
+            with urllib.request.urlopen(f"{url}/decisions", timeout=30) as answer:
+                found: dict[str, Any] = json.load(answer)["decisions"]
+            return found
+
+        yield decisions
+    finally:
+        process.kill()
+
+
+def test_an_autoscaler_counts_them_and_follows_their_load(stack: Stack, tmp_path: Path) -> None:
+    with autoscaler(stack, tmp_path) as decisions, stack.client() as client, ThreadPoolExecutor(NUM_LONG) as pool:
+
+        def knows_all() -> bool:
+            with contextlib.suppress(urllib.error.HTTPError):  # until it has heard from the workers
+                found = decisions()
+                return (found["prefill"]["workers"], found["decode"]["workers"]) == (NUM_PREFILL, NUM_DECODE)
+            return False
+
+        wait_for("the autoscaler knows all workers", knows_all)
+        answers = [pool.submit(ask, client, prompt, NUM_LONG_TOKENS) for prompt in prompts(55, NUM_LONG)]
+        wait_for("it asks for more", lambda: decisions()["decode"]["desired"] > NUM_DECODE)
+        assert [len(answer.result()) for answer in answers] == [NUM_LONG_TOKENS] * NUM_LONG
+
+
 def test_what_is_killed_comes_back_and_no_answer_is_wrong(stack: Stack, model_dir: Path) -> None:
     asked = prompts(99, NUM_LONG)
     victims = [named(stack, name) for name in ("decode-1", "decode-2.engine", "prefill-1")]
     with stack.client() as client, ThreadPoolExecutor(NUM_LONG) as pool:
-        answers = [pool.submit(ask, client, prompt, NUM_LONG_TOKENS) for prompt in asked]
+        answers = [pool.submit(ask_or_fail, client, prompt, NUM_LONG_TOKENS) for prompt in asked]
         wait_for("all are served", lambda: sum(one.num_requests_running for one in stack.workers()) >= NUM_LONG // 2)
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
