@@ -1,7 +1,8 @@
 """The kinds of devices that an engine's process may have.
 
-Each kind is imported only if the engine has one, and nothing else that the process imports needs torch: a simulated
-device's process has none, so that many of them fit into one machine (`tests/engine/simulated/test_no_torch.py`).
+What a real device needs is imported here, and only if the engine has one. Nothing else that the process imports needs
+torch, so a simulated device's process has none, and many fit into one machine
+(`tests/engine/simulated/test_no_torch.py`).
 """
 
 from __future__ import annotations

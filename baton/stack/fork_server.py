@@ -93,6 +93,7 @@ class ForkServer:
         except OSError as error:
             answer = Forked(0, str(error))
         except queue.Empty:
+            self._server.kill()  # an answer that comes later would be taken for the next one
             answer = Forked(0, f"nothing was forked for {_ANSWER_TIMEOUT_S:g} s")
         finally:
             os.close(out[1])
