@@ -60,7 +60,9 @@ def up(settings: UpSettings) -> int:
 
 def show_progress(num_ready: int, num_processes: int) -> None:
     """In one line of a terminal, which the next one is written over."""
-    what = f"{num_ready} of {num_processes} processes are ready" if num_ready < num_processes else "waiting for the router to find all workers"
+    what = f"{num_ready} of {num_processes} processes are ready"
+    if num_ready == num_processes:
+        what = "waiting for the router to find all workers"
     sys.stderr.write(f"\x1b[K{what}\r")
     sys.stderr.flush()
 

@@ -19,6 +19,8 @@ from functools import partial
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of numpy: it would start its threads when it is imported
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as `baton.cli.main`
 
+import numpy.random  # noqa: F401 (numpy imports it when it is first used)
+
 import baton.stack.worker_process as worker_process
 import engine.core
 import engine.devices
