@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 MessageT = TypeVar("MessageT", bound=Message)
 ValueT = TypeVar("ValueT", bound="DataclassInstance")
 
+_first_look = threading.Lock()
+_known_classes: set[type[object]] = set()
+
 
 def given_fields(message: Message) -> dict[str, object]:
     """The fields that are set, as plain values: tuples, dictionaries for maps and messages, words for enums."""
@@ -29,7 +33,13 @@ def given_fields(message: Message) -> dict[str, object]:
 
 def value_of(message: Message, value_class: type[ValueT]) -> ValueT:
     """`value_class` with the fields that are set; the others take its defaults."""
-    return msgspec.convert(given_fields(message), value_class)
+    given = given_fields(message)
+    if value_class in _known_classes:
+        return msgspec.convert(given, value_class)
+    with _first_look:  # msgspec crashes the process if two threads bring it a class for the first time
+        value = msgspec.convert(given, value_class)
+        _known_classes.add(value_class)
+        return value
 
 
 def message_of(value: DataclassInstance, message_class: type[MessageT], **others: object) -> MessageT:

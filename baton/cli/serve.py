@@ -17,7 +17,7 @@ from common.process.garbage_collection import look_rarely
 from common.process.unix_sockets import socket_path
 from common.types import WorkerRole
 from engine.loading.dtype import resolve_dtype
-from engine.local.device_choice import choose_device
+from engine.local.device_choice import SIMULATED, choose_device
 
 if TYPE_CHECKING:
     from baton.stack.local_stack import Addresses
@@ -77,6 +77,8 @@ def prepare_model(settings: S) -> S:
         log.warning("chats will be refused, completions will not", extra={"reason": reason})
     device = choose_device(settings.device)
     log.info("device of all workers", extra={"device": device.device, "reason": device.reason})
+    if device.device == SIMULATED:  # no weights are read, so they may be an empty file
+        return settings
     dtype = resolve_dtype(settings.dtype, path, device.device, settings.kernels)
     log.info("dtype of all workers", extra={"dtype": dtype.dtype, "reason": dtype.reason})
     return settings.model_copy(update={"device": device.device, "dtype": dtype.dtype})

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+import msgspec
+import pytest
 
 from baton.client.report import RequestReport, Timings, Usage
 from common.sampling import SamplingParams
@@ -57,3 +63,32 @@ def test_python_users_have_every_field_of_the_report() -> None:
         (types_pb2.Usage, Usage),
     ):
         assert set(message_class.DESCRIPTOR.fields_by_name) == {field.name for field in fields(value_class)}
+
+
+def test_threads_bring_a_new_class_to_msgspec_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec crashes if it meets the same new class on two threads at once."""
+
+    @dataclass(frozen=True)
+    class Told:
+        integrity: str = ""
+
+    num_ended_before: list[int] = []  # of each call, when it begins
+    ended: list[Told] = []
+    convert = msgspec.convert
+
+    def watched(given: dict[str, object], value_class: type[Told]) -> Told:
+        num_ended_before.append(len(ended))
+        time.sleep(0.02)
+        ended.append(convert(given, value_class))
+        return ended[-1]
+
+    monkeypatch.setattr(msgspec, "convert", watched)
+    status, begin = worker_pb2.WorkerStatus(integrity="ok"), threading.Barrier(4)
+
+    def look(_number: int) -> Told:
+        begin.wait()
+        return value_of(status, Told)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(look, range(4))) == [Told("ok")] * 4
+    assert num_ended_before.count(0) == 1
