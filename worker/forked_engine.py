@@ -39,8 +39,8 @@ class ForkedEngine:
         """Forks. `name` is what `ps` shows, of which Linux keeps 15 characters."""
         reader, writer = os.pipe()
         own = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             os.close(writer)
             _become_engine(name, own, reader)
         os.close(reader)
@@ -51,12 +51,12 @@ class ForkedEngine:
     async def start(self, environment: Mapping[str, str]) -> ForkedEngine:  # noqa: ARG002
         """In place of `worker.engine_process.start_process`; begins to watch for its end. The engine has the
         environment that it was forked with."""
-        loop, ended = asyncio.get_running_loop(), os.pidfd_open(self._pid)
+        loop, ended = asyncio.get_running_loop(), os.pidfd_open(self.pid)
 
         def end() -> None:
             loop.remove_reader(ended)
             os.close(ended)
-            _, status = os.waitpid(self._pid, 0)
+            _, status = os.waitpid(self.pid, 0)
             self.returncode = os.waitstatus_to_exitcode(status)
             self._ended.set()
 
@@ -69,11 +69,8 @@ class ForkedEngine:
         return self.returncode
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self._pid, number)
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def tie_to_parent(name: str, parent: int) -> None:

@@ -25,7 +25,8 @@ import baton.stack.worker_process as worker_process
 import engine.core
 import engine.devices
 import engine.learning.report
-import engine.learning.start  # noqa: F401
+import engine.learning.start
+import engine.step_profiler  # noqa: F401
 import kv_store.shared_storage.connector  # noqa: F401
 from baton.cli.options import SettingsCommand
 from baton.settings import WORKER_SETTINGS

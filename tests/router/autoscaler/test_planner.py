@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from bench.oracle import best_batch, offered
 from bench.planner import run_planner, synthetic_day
-from simulation.rough_fleet import Hardware, Slo
 from common.types import WorkerRole
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
 from router.autoscaler.rules import Needs, TargetRules, Targets
 from router.autoscaler.signals import ROLES, FleetSignals, Need, RoleSignals
+from simulation.rough_fleet import Hardware, Slo
 
 GOLDEN = Path(__file__).parent / "golden"
 
