@@ -14,7 +14,7 @@ from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, Transfe
 from simulation.clock import VirtualClock
 
 if TYPE_CHECKING:
-    import torch
+    from kv_store.base import KVCache
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Link(KVConnector):
         self._numbers = count()
         self._wake: Callable[[], None] = lambda: None
 
-    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:  # noqa: ARG002
+    def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:  # noqa: ARG002
         self._wake = wake
 
     def describe(self) -> bytes:

@@ -47,11 +47,16 @@ class ForkedProcess:
         """Returns once it has ended. Its pid is not another process's yet."""
         self._has_ended.wait()
 
-    def wait(self) -> int:
-        """Its exit code; from now on its pid may be another process's."""
-        self._has_ended.wait()
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; from now on its pid may be another process's. Raises `subprocess.TimeoutExpired`."""
+        if not self._has_ended.wait(timeout):
+            raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
         self._server.reap(self.pid)
         return self._code
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.wait() if self._has_ended.is_set() else None
 
 
 class ForkServer:
