@@ -120,9 +120,14 @@ def create_store(connector: str, store: str, config: ConnectorConfig) -> KVConne
 
 def create_connector(name: str, config: ConnectorConfig) -> KVConnector:
     """Raises `ConfigError` for an unknown name and `StartupError` if the backend cannot work here."""
+    return connector_class(name)(config)
+
+
+def connector_class(name: str) -> type[KVConnector]:
+    """Imports the backend. Raises `ConfigError` for an unknown name."""
     entry = _CONNECTORS.get(name)
     if entry is None:
         raise ConfigError("connector", f"{name!r} is not one of {', '.join(connector_names())}")
     module, _, name_in_module = entry.connector.partition(":")
-    connector_class: type[KVConnector] = getattr(import_module(module), name_in_module)
-    return connector_class(config)
+    found: type[KVConnector] = getattr(import_module(module), name_in_module)
+    return found

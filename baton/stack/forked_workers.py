@@ -27,7 +27,6 @@ import engine.devices
 import engine.learning.report
 import engine.learning.start
 import engine.step_profiler  # noqa: F401
-import kv_store.shared_storage.connector  # noqa: F401
 from baton.cli.options import SettingsCommand
 from baton.settings import WORKER_SETTINGS
 from baton.stack.fork_messages import MAX_BYTES, Ended, Fork, Forked, Reap, decode, encode
@@ -35,6 +34,7 @@ from common.errors import BatonError
 from common.types import WorkerRole
 from engine.loading.embedded_model import ensure_model
 from engine.simulated.model import read_simulated_model
+from kv_store.registry import connector_class
 from worker.forked_engine import ForkedEngine, exit_as, tie_to_parent
 
 _COMMANDS = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE, "worker": WorkerRole.BOTH}
@@ -122,6 +122,7 @@ def run_worker(name: str, arguments: Sequence[str]) -> int:
 
 
 def main(fd: str, model: str, cache_dir: str) -> None:
+    connector_class("shared_storage")  # others bring torch or begin threads: each engine imports its own
     with contextlib.suppress(BatonError):  # each worker says so itself
         read_simulated_model(ensure_model(model, cache_dir, lambda _: None))
     if len(os.listdir("/proc/self/task")) > 1:
