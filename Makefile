@@ -77,8 +77,9 @@ SAMPLE := $(if $(SAMPLE_SECONDS),--at-most-seconds=$(SAMPLE_SECONDS) $(if $(SAMP
 tier = $(PYTEST) --numprocesses=3 --tier=$(1) -m "$(if $(SAMPLE),(slow or integration) and )$(OTHER_TARGETS)" $(SAMPLE) tests
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
-	@$(PYTEST) --numprocesses=4 -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/integration \
-		--ignore=tests/engine/kernels --ignore=tests/models tests
+	@# Forks of one process, which reads all tests once; the real stack starts beside that.
+	@$(BIN)/python -m pytest --forks=4 --early=tests/newcomer -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" \
+		$(NOT_READ) --ignore=tests/integration --ignore=tests/engine/kernels --ignore=tests/models tests
 
 test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core, real processes in every way a request can go; the quick ones of kernels and models
 	@# Two processes: each keeps one stack (3 GiB) and starts others of up to five engines (1.3 GiB each) beside it.

@@ -22,7 +22,7 @@ if importlib.util.find_spec("hypothesis"):  # the bare machine of `make test-gpu
     hypothesis.settings.register_profile("baton", deadline=None)  # no test depends on how fast the machine is
     hypothesis.settings.load_profile("baton")
 
-pytest_plugins = ["tests.sample", "tests.first_imports", "tests.longest_first"]
+pytest_plugins = ["tests.sample", "tests.first_imports", "tests.forked_processes", "tests.longest_first"]
 
 TIERS = {
     **{folder: (folder,) for folder in ("abuse", "clients", "gpu", "integration", "kube")},

@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after what is not asked for was left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not hasattr(config, "workerinput") or config.option.at_most_seconds is not None:  # a sample has its own order
+    is_one_of_several = hasattr(config, "workerinput") or config.option.forks is not None
+    if not is_one_of_several or config.option.at_most_seconds is not None:  # a sample has its own order
         return
     num_tests = Counter(item.path for item in items)
     paths = {path: number for number, path in enumerate(num_tests)}  # a file's tests stay together

@@ -14,8 +14,6 @@ from engine.kernels.grouped import QuantizedTensor
 from engine.kernels.library import Kernels
 from engine.layers import Place
 from engine.loading.checkpoints.checkpoint import CheckpointTensor, readable
-from engine.loading.checkpoints.gguf_file import read_gguf
-from engine.loading.checkpoints.gguf_weights import gguf_tensors
 from engine.loading.checkpoints.hf_quantized import quantized_tensors, scheme_of
 from engine.loading.checkpoints.safetensors_file import SafetensorsFile
 from engine.loading.progress import LOG_INTERVAL_S, Progress
@@ -70,6 +68,8 @@ def load_weights(
 
 def _tensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
     if files.is_gguf:
+        from engine.loading.checkpoints.gguf_weights import gguf_tensors
+
         return gguf_tensors(files.weight_files[0])
     scheme = scheme_of(files.config)
     return _safetensors(files) if scheme is None else quantized_tensors(files, scheme)
@@ -129,6 +129,8 @@ def _log_formats(files: ModelFiles, formats: Mapping[str, int], kernels: Kernels
 def check_files(files: ModelFiles) -> None:
     """Raises `StartupError` that names a file which cannot be read, or is not whole. Reads their heads alone."""
     if files.is_gguf:
+        from engine.loading.checkpoints.gguf_file import read_gguf  # what it imports takes long, and few files need it
+
         read_gguf(files.weight_files[0])
         return
     for file in files.weight_files:

@@ -8,8 +8,6 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.model_files import ModelFiles, read_safetensors_header
 from common.types import KVCacheSpec
-from engine.loading.checkpoints.gguf_file import read_gguf
-from engine.loading.checkpoints.gguf_tensors import PLAIN
 from engine.local.host_memory import available_bytes
 from engine.models.registry import is_read, max_positions
 from engine.models.transformers_model import is_mxfp4
@@ -27,6 +25,9 @@ def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = Tr
     file, unless they are widened. Those that nobody reads take none, such as a vision tower."""
     total = 0
     if files.is_gguf:
+        from engine.loading.checkpoints.gguf_file import read_gguf  # what they import takes long, and few files need it
+        from engine.loading.checkpoints.gguf_tensors import PLAIN
+
         for tensor in read_gguf(files.weight_files[0]).tensors.values():
             is_kept = stays_quantised and len(tensor.shape) > 1 and tensor.kind not in PLAIN
             total += tensor.num_bytes if is_kept else tensor.num_elements * itemsize

@@ -1,0 +1,94 @@
+"""`--forks`: each test runs once, in a process of its file, and what it does is told as pytest alone would tell it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    "test_a.py": """
+import os, pytest
+
+COLLECTED_BY = os.getpid()
+RUN_BY = set()
+
+@pytest.fixture(scope="module")
+def of_file():
+    yield os.getpid()
+
+@pytest.mark.parametrize("n", range(3))
+def test_of_one_file(of_file, n, tmp_path):
+    RUN_BY.add(os.getpid())
+    assert RUN_BY == {of_file} != {COLLECTED_BY}
+    assert "fork" in str(tmp_path)
+
+def test_fails():
+    print("what it printed")
+    assert 1 == 2
+
+def test_is_skipped():
+    pytest.skip("for a reason")
+""",
+    "test_b.py": """
+import os, signal, warnings
+
+def test_ends_its_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def test_after_it(subtests):
+    with subtests.test("one"):
+        assert 3 == 4
+
+def test_warns():
+    warnings.warn("look here", DeprecationWarning)
+""",
+    "test_c.py": "def test_c(): pass\n",
+}
+
+
+def run(folder: Path, *flags: str) -> tuple[int, str]:
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    plugins = ("-p", "tests.forked_processes", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", "-rA", *plugins, *flags, str(folder)]
+    # Plugins that are not needed take a second to load.
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, timeout=120)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("flags", [(), ("--early=test_b.py",)])
+def test_every_test_has_its_outcome(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    status, output = run(tmp_path, "--forks=2", *flags)
+    assert status == 1, output
+    outcomes = re.findall(r"^([A-Z]+)(?:\[one\])? test_\w\.py::(\S+)", output, re.MULTILINE)
+    assert sorted(outcomes) == [
+        ("FAILED", "test_ends_its_process"),
+        ("FAILED", "test_fails"),
+        ("PASSED", "test_after_it"),
+        ("PASSED", "test_c"),
+        *[("PASSED", f"test_of_one_file[{n}]") for n in range(3)],
+        ("PASSED", "test_warns"),
+        ("SUBFAILED", "test_after_it"),
+    ]
+    assert "3 failed, 6 passed, 1 skipped, 1 warning" in output
+    assert "exit code -9 of the process that ran this test" in output
+    assert "what it printed" in output
+    assert "DeprecationWarning: look here" in output
+
+
+def test_the_first_failure_ends_all(tmp_path: Path) -> None:
+    status, output = run(tmp_path, "--forks=1", "-x")
+    assert status == 1, output
+    assert "stopping after 1 failures" in output
+    assert "1 failed, 3 passed" in output
+
+
+def test_a_number_of_processes(tmp_path: Path) -> None:
+    assert run(tmp_path, "--forks=0")[0] == 4
