@@ -171,12 +171,12 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        shares = []
-        for _ in range(5):  # a busy machine holds up a thread, too, but not each time
+        share, num_tries = 1.0, 0
+        while share >= 0.7 and num_tries < 5:  # a busy machine holds up a thread, too, but not each time
             longest_s, begin = 0.0, time.monotonic()
             assert len(tokenizer.encode(text)) > 20_000
-            shares.append(longest_s / (time.monotonic() - begin))
-        assert min(shares) < 0.7
+            share, num_tries = longest_s / (time.monotonic() - begin), num_tries + 1
+        assert share < 0.7
     finally:
         stop.set()
         thread.join()
