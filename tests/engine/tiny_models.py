@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401 - what all models need, before test processes fork
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import EngineSettings
