@@ -10,12 +10,14 @@ Collecting keeps one core busy. What `--early` names is collected and run beside
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import sys
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from multiprocessing.connection import Connection, wait
@@ -69,10 +71,14 @@ class Forks:
         self._files: deque[deque[int]] = deque()  # that no process has begun; numbers of `session.items`
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection(self, session: pytest.Session) -> Iterator[None]:
+    def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
         if self._early is not None and not session.config.option.collectonly:
             self._start(session, self._early)
-        return (yield)
+        result = yield
+        if not session.config.option.collectonly:
+            _warm_up()
+            gc.freeze()
+        return result
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -181,6 +187,20 @@ class Forks:
             self._files.appendleft(one.ahead)
         if self._files:
             self._start(session)
+
+
+def _warm_up() -> None:
+    """Does what the first property of each process would do: hypothesis reads the source of all modules for numbers
+    and words to try, and a table of all characters."""
+    if "hypothesis" not in sys.modules:
+        return
+    from hypothesis import given, settings, strategies
+
+    @settings(max_examples=1, database=None)
+    @given(strategies.text())
+    def nothing(_: str) -> None: ...
+
+    nothing()
 
 
 class Child:

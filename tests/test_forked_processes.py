@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FILES = {
     "test_a.py": """
@@ -34,11 +32,17 @@ def test_fails():
 
 def test_is_skipped():
     pytest.skip("for a reason")
+
+def test_ends_its_process():
+    os._exit(3)
+
+def test_after_that(tmp_path):
+    assert "fork" in str(tmp_path)
 """,
     "test_b.py": """
 import os, signal, warnings
 
-def test_ends_its_process():
+def test_is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def test_after_it(subtests):
@@ -63,22 +67,24 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("flags", [(), ("--early=test_b.py",)])
-def test_every_test_has_its_outcome(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    status, output = run(tmp_path, "--forks=2", *flags)
+def test_every_test_has_its_outcome(tmp_path: Path) -> None:
+    status, output = run(tmp_path, "--forks=2", "--early=test_b.py")
     assert status == 1, output
     outcomes = re.findall(r"^([A-Z]+)(?:\[one\])? test_\w\.py::(\S+)", output, re.MULTILINE)
     assert sorted(outcomes) == [
         ("FAILED", "test_ends_its_process"),
         ("FAILED", "test_fails"),
+        ("FAILED", "test_is_killed"),
         ("PASSED", "test_after_it"),
+        ("PASSED", "test_after_that"),
         ("PASSED", "test_c"),
         *[("PASSED", f"test_of_one_file[{n}]") for n in range(3)],
         ("PASSED", "test_warns"),
         ("SUBFAILED", "test_after_it"),
     ]
-    assert "3 failed, 6 passed, 1 skipped, 1 warning" in output
-    assert "exit code -9 of the process that ran this test" in output
+    assert "4 failed, 7 passed, 1 skipped, 1 warning" in output
+    for code in (3, -9):
+        assert f"exit code {code} of the process that ran this test" in output
     assert "what it printed" in output
     assert "DeprecationWarning: look here" in output
 
@@ -88,7 +94,3 @@ def test_the_first_failure_ends_all(tmp_path: Path) -> None:
     assert status == 1, output
     assert "stopping after 1 failures" in output
     assert "1 failed, 3 passed" in output
-
-
-def test_a_number_of_processes(tmp_path: Path) -> None:
-    assert run(tmp_path, "--forks=0")[0] == 4
