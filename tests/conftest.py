@@ -15,6 +15,8 @@ for _name in [name for name in os.environ if name.startswith("BATON_")]:
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Several test processes share the cores, and threads that share busy cores spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Or pydantic reads what every installed package says of itself, in each process that a test starts.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 if importlib.util.find_spec("hypothesis"):  # the bare machine of `make test-gpu` may lack it
     import hypothesis
