@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections import deque
@@ -85,6 +86,8 @@ class Forks:
         option = session.config.option
         if option.collectonly or (session.testsfailed and not option.continue_on_collection_errors):
             return None  # pytest's own says so
+        if others := [one.name for one in threading.enumerate() if one is not threading.current_thread()]:
+            raise pytest.UsageError(f"--forks: modules of tests start threads, which forks lack: {others}")
         terminal: Any = session.config.pluginmanager.getplugin("terminalreporter")
         terminal.showfspath = False  # tests of several files end in turn
         for path, numbers in groupby(range(len(session.items)), lambda number: session.items[number].path):

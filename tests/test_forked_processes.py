@@ -56,14 +56,16 @@ def test_warns():
 }
 
 
-def run(folder: Path, *flags: str) -> tuple[int, str]:
-    for name, text in FILES.items():
+def run(folder: Path, *flags: str, **texts: str) -> tuple[int, str]:
+    for name, text in (texts or FILES).items():
         (folder / name).write_text(text)
     plugins = ("-p", "tests.forked_processes", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", "-rA", *plugins, *flags, str(folder)]
     # Plugins that are not needed take a second to load.
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    )
     return done.returncode, done.stdout
 
 
@@ -94,3 +96,10 @@ def test_the_first_failure_ends_all(tmp_path: Path) -> None:
     assert status == 1, output
     assert "stopping after 1 failures" in output
     assert "1 failed, 3 passed" in output
+
+
+def test_threads_would_be_missing(tmp_path: Path) -> None:
+    text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='mine').start()\n"
+    status, output = run(tmp_path, "--forks=1", **{"test_a.py": text + "def test_a(): pass\n"})
+    assert status == 4
+    assert "modules of tests start threads, which forks lack: ['mine']" in output
