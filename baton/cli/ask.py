@@ -246,14 +246,24 @@ def print_requests(found: Sequence[FinishedRequest]) -> None:
         table.add_column(title, no_wrap=True)
     for title in ("prompt", "cached", "tokens", "queue ms", "ttft ms", "total ms", "tokens/s"):
         table.add_column(title, justify="right")
-    for title in ("prefill", "decode"):
+    told = [_targets(one) for one in found]
+    for title in ("targets", "prefill", "decode") if any(told) else ("prefill", "decode"):
         table.add_column(title, no_wrap=True)
-    for one in found:
+    for one, targets in zip(found, told, strict=True):
         times = [one.router_queue_ms + one.queue_ms, one.ttft_ms, one.total_ms, one.tokens_per_second]
         cells = [one.request_id, one.status, *map(str, (one.prompt_tokens, one.cached_tokens, one.output_tokens))]
         cells += ["" if number is None else f"{number:.1f}" for number in times]
+        cells += [targets] if any(told) else []
         table.add_row(*cells, one.prefill_worker, one.decode_worker)
     Console(width=None if sys.stdout.isatty() else 300, highlight=False, markup=False).print(table)
+
+
+def _targets(request: FinishedRequest) -> str:
+    """What became of its latency targets: met, or which it missed; empty if it had none, or if nobody knows."""
+    met = {"ttft": request.ttft_met, "tpot": request.tpot_met}
+    if missed := [name for name, is_met in met.items() if is_met is False]:
+        return f"missed {', '.join(missed)}"
+    return "met" if True in met.values() else ""
 
 
 # ------------------------------------------------------------------------------------------------------ demo

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from baton.cli.ask import print_requests
 from baton.client.report import RequestReport, Timings, Usage
 from baton.timeline import render_timeline
+from common.finished_request import FinishedRequest
 from common.types import FinishReason
 
 REPORT = RequestReport(
@@ -95,3 +97,14 @@ def test_every_part_that_took_time_is_seen() -> None:
     timings = Timings(queue_ms=0.001, prefill_ms=1000, handoff_ms=0.001, first_decode_ms=0.001, total_ms=1000.003)
     lines = render_timeline(RequestReport(timings=timings), Usage()).splitlines()
     assert all(len(line) > 28 for line in lines[:4])
+
+
+def test_the_table_of_requests_says_which_targets_were_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, good = FinishedRequest(request_id="plain"), FinishedRequest(request_id="good", ttft_met=True)
+    print_requests([plain])
+    assert "targets" not in capsys.readouterr().out
+    late, slow = (FinishedRequest(request_id="x", ttft_met=is_met, tpot_met=False) for is_met in (False, True))
+    print_requests([plain, good, late, slow])
+    head, *rows = capsys.readouterr().out.splitlines()
+    at = head.index("targets")
+    assert [row[at:].strip() for row in rows] == ["", "met", "missed ttft, tpot", "missed tpot"]
