@@ -1,7 +1,10 @@
 """Every metric of every process, declared once: name, meaning, labels.
 
-Units are in the names, as Prometheus asks: `_seconds`, `_bytes`, `_total`. Buckets of latencies reach from a
-millisecond to the longest request anyone waits for.
+Units are in the names, as Prometheus asks: `_seconds`, `_bytes`, `_total`.
+
+Bounds of histograms include those that OpenTelemetry's conventions name for `gen_ai.server.*` and
+`gen_ai.client.token.usage` (https://github.com/open-telemetry/semantic-conventions-genai), and those of vLLM 0.33, so
+that a rule about one bucket (`le="2.5"`) reads the same of each.
 """
 
 from __future__ import annotations
@@ -11,10 +14,31 @@ from typing import Literal
 
 from prometheus_client import Counter, Gauge, Histogram
 
-LATENCY_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
 )  # fmt: skip
-TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+BETWEEN_TOKENS_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+REQUEST_BUCKETS = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.32, 0.5, 0.64, 0.8, 1.0, 1.28, 1.5, 2.0, 2.5, 2.56, 5.0, 5.12, 10.0, 10.24,
+    15.0, 20.0, 20.48, 30.0, 40.0, 40.96, 50.0, 60.0, 81.92, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+WORKER_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0,
+    50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+TOKEN_BUCKETS = (
+    1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576,
+)  # fmt: skip
+REFUSALS = (
+    "requests", "key", "bytes", "streams", "tokens", "queue", "texts", "templates", "grammars", "connections",
+    "read ahead", "head size", "head time", "body size", "body time", "viewers",
+)  # fmt: skip
+"""Limits of a router, as `baton_router_refused_total` names them."""
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 
 def _gauge(
@@ -22,6 +46,14 @@ def _gauge(
 ) -> Gauge:
     """`of_several`: what a router of several processes shows of their values."""
     return Gauge(name, about, labels, multiprocess_mode=of_several)
+
+
+def _counter(name: str, about: str, label: str, values: Sequence[str]) -> Counter:
+    """With a series for each of these values from the beginning: a rate sees no increase in a series' first sample."""
+    made = Counter(name, about, [label])
+    for value in values:
+        made.labels(value)
+    return made
 
 
 file_reloads = Counter(
@@ -32,6 +64,13 @@ process_tasks = _gauge(
     "baton_process_tasks",
     "Tasks of a router's or worker's event loop, counted once a second: what requests in flight make, and some more.",
 )
+trace_spans = _counter(
+    "baton_trace_spans",
+    "Spans of requests that are traced: made, sent to the collector, or failed to be sent. What is missing waits "
+    "still, or was dropped because too many waited.",
+    "outcome",
+    ("made", "sent", "failed"),
+)
 
 # ------------------------------------------------------------------------------------------------ router
 
@@ -39,8 +78,17 @@ router_requests = Counter("baton_router_requests", "Requests that ended, by how 
 router_unauthenticated = Counter(
     "baton_router_unauthenticated", "Calls that were refused for want of a known API key.", ["interface"]
 )
-router_refused = Counter(
-    "baton_router_refused", "Calls and connections that were refused because of a limit of the router.", ["limit"]
+router_refused = _counter(
+    "baton_router_refused",
+    "Calls and connections that were refused because of a limit of the router.",
+    "limit",
+    REFUSALS,
+)
+router_answers = _counter(
+    "baton_router_answers",
+    "Answers that ended, by why: their finish reason, or the gRPC status of what went wrong. A request may have many.",
+    "reason",
+    ("stop", "length", "tool_calls"),
 )
 router_requests_running = _gauge("baton_router_requests_running", "Requests that a client is waiting for.")
 router_requests_queued = _gauge("baton_router_requests_queued", "Requests that wait in the router for their turn.")
@@ -50,15 +98,15 @@ router_cached_tokens = Counter("baton_router_cached_prompt_tokens", "Prompt toke
 router_ttft = Histogram(
     "baton_router_time_to_first_token_seconds",
     "From the request at the router to its first token there.",
-    buckets=LATENCY_BUCKETS,
+    buckets=FIRST_TOKEN_BUCKETS,
 )
 router_tpot = Histogram(
     "baton_router_time_per_output_token_seconds",
     "Mean time between the tokens of one answer, after its first.",
-    buckets=LATENCY_BUCKETS,
+    buckets=BETWEEN_TOKENS_BUCKETS,
 )
 router_e2e = Histogram(
-    "baton_router_request_seconds", "From the request at the router to its last token.", buckets=LATENCY_BUCKETS
+    "baton_router_request_seconds", "From the request at the router to its last token.", buckets=REQUEST_BUCKETS
 )
 router_slo_requests = Counter(
     "baton_router_slo_requests",
@@ -70,6 +118,22 @@ router_goodput_requests = Counter(
     "baton_router_goodput_requests", "Whole answers that met each of their latency targets, by class.", ["class"]
 )
 router_goodput_tokens = Counter("baton_router_goodput_tokens", "Tokens of those answers.", ["class"])
+router_stages = _counter(
+    "baton_router_stage_seconds",
+    "Time of complete answers, by stage: router_queue (for a turn), queue (at workers), prefill, handoff, decode "
+    "(first token to last).",
+    "stage",
+    ("router_queue", "queue", "prefill", "handoff", "decode"),
+)
+router_prediction = Histogram(
+    "baton_router_measured_to_predicted_ratio",
+    "What a complete answer took, divided by what its routing decision predicted: until the first token (first_token), "
+    "between two tokens (token). Of one answer in eight, if all workers said how long their steps take.",
+    ["of"],
+    buckets=RATIO_BUCKETS,
+)
+for _of in ("first_token", "token"):
+    router_prediction.labels(_of)
 router_retries = Counter(
     "baton_router_retries", "Requests sent to another worker before their first token, or embedding.", ["reason"]
 )
@@ -81,15 +145,26 @@ router_migrations = Counter(
 router_retries_refused = Counter(
     "baton_router_retries_refused", "Requests that failed because the retry budget was spent."
 )
+router_spares_withheld = Counter(
+    "baton_router_spares_withheld",
+    "Attempts for which the decode worker was named one prefill worker and no spare, as the retry budget was spent.",
+)
+router_suspensions = _counter(
+    "baton_router_suspensions",
+    "Times that a worker was left alone for a while: after failures in a row (failures), or slower than others (slow).",
+    "reason",
+    ("failures", "slow"),
+)
 router_fallbacks = Counter("baton_router_fallbacks", "Answers for which the decode worker computed KV itself.")
 router_endpoints = _gauge(
     "baton_router_endpoints", "Workers as this router sees them.", ["role", "state"], of_several="livemax"
 )
-router_false_workers = Counter(
+router_false_workers = _counter(
     "baton_router_false_workers",
     "Times that a worker said what cannot be, by what it spoke of: itself (info), its KV (blocks), or an "
     "answer (tokens).",
-    ["about"],
+    "about",
+    ("info", "blocks", "tokens"),
 )
 router_block_resyncs = Counter(
     "baton_router_block_resyncs", "Times that a stream of a worker's KV blocks broke, or lacked a message."
@@ -100,7 +175,9 @@ router_known_blocks = _gauge(
 router_process_restarts = Counter(
     "baton_router_process_restarts", "Processes of this router that took the place of one that ended."
 )
-router_decisions = Counter("baton_router_decisions", "Routing decisions, by where the prompt is computed.", ["prefill"])
+router_decisions = _counter(
+    "baton_router_decisions", "Routing decisions, by where the prompt is computed.", "prefill", ("remote", "in_place")
+)
 router_expected_cached_tokens = Counter(
     "baton_router_expected_cached_tokens", "Prompt tokens that the chosen decode workers were thought to have."
 )
@@ -131,7 +208,7 @@ autoscaler_held_requests = _gauge(
 )
 autoscaler_leads = _gauge("baton_autoscaler_leads", "1 if this replica sets replicas and deletion costs.")
 autoscaler_scalings = Counter("baton_autoscaler_scalings", "Changes of replicas made.", ["role", "direction"])
-autoscaler_failures = Counter("baton_autoscaler_failures", "What the cluster refused.", ["action"])
+autoscaler_failures = _counter("baton_autoscaler_failures", "What the cluster refused.", "action", ("act",))
 
 # ------------------------------------------------------------------------------------------------ worker
 
@@ -150,6 +227,18 @@ worker_decode_calls = Counter(
     "Requests to a decode worker, by the method that brought them. Routers of the release before use Decode.",
     ["method"],
 )
+worker_prompts = _counter(
+    "baton_worker_prompts",
+    "Prompts of answers that a decode worker completed, by where it had them computed: here, or by a prefill worker "
+    "(remote), whether or not that came to an end.",
+    "place",
+    ("here", "remote"),
+)
+worker_prompt_tokens = Counter(
+    "baton_worker_prompt_tokens", "Tokens of prompts that this worker is done with, those in a cache included."
+)
+worker_cached_tokens = Counter("baton_worker_cached_prompt_tokens", "Tokens of these that were in a cache.")
+worker_output_tokens = Counter("baton_worker_output_tokens", "Tokens of answers that this worker completed.")
 worker_streams_cut = Counter("baton_worker_streams_cut", "Streams that the drain timeout cut, by service.", ["service"])
 worker_streams_unread = Counter(
     "baton_worker_streams_unread", "Streams that were ended because their caller did not read them."
@@ -161,56 +250,67 @@ worker_engine_hangs = Counter("baton_worker_engine_hangs", "Engine processes kil
 worker_prefill_failures = Counter(
     "baton_worker_prefill_failures", "Prefill streams that failed under a decode worker, by gRPC status.", ["code"]
 )
-worker_hedges = Counter(
+worker_hedges = _counter(
     "baton_worker_hedges",
     "Times that a prefill worker was late, and another one was asked beside it (or not, as too many were: refused).",
-    ["outcome"],
+    "outcome",
+    ("asked", "refused"),
 )
 worker_hedges_won = Counter("baton_worker_hedges_won", "Those of them in which that other prefill worker was first.")
 worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV this decode worker had to compute.")
 worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
-worker_late_requests = Counter(
+worker_late_requests = _counter(
     "baton_worker_late_requests",
     "Requests that could not meet their latency targets any more when their turn had not come yet: refused, or served "
     "as best effort (--slo-late).",
-    ["outcome"],
+    "outcome",
+    ("refused", "best_effort"),
 )
 worker_kv_blocks_moved = Counter("baton_worker_kv_blocks_moved", "KV blocks fetched from elsewhere.")
 worker_kv_blocks_lost = Counter("baton_worker_kv_blocks_lost", "KV blocks whose fetch failed.")
-worker_kv_blocks_lent = Counter(
+worker_kv_blocks_lent = _counter(
     "baton_worker_kv_blocks_lent",
     "KV blocks that a prefill worker asked a decode worker for: read from its cache, or failed and computed.",
-    ["outcome"],
+    "outcome",
+    ("read", "failed"),
 )
 worker_kv_bytes_moved = Counter("baton_worker_kv_bytes_moved", "Bytes of KV blocks fetched from elsewhere.")
-worker_kv_cache_hits = Counter(
-    "baton_worker_kv_cache_hits", "KV blocks of prompts that were found and not computed, by where.", ["tier"]
+worker_kv_cache_hits = _counter(
+    "baton_worker_kv_cache_hits",
+    "KV blocks of prompts that were found and not computed, by where.",
+    "tier",
+    ("device", "host", "store", "decode"),
 )
-worker_kv_tier_moves = Counter(
+worker_kv_tier_moves = _counter(
     "baton_worker_kv_tier_moves",
     "KV blocks evicted to host memory (demoted), found there (promoted), put there with their request (swapped_out), "
     "computed and written to the store (stored), or gone before the store had them (dropped).",
-    ["move"],
+    "move",
+    ("demoted", "promoted", "swapped_out", "stored", "dropped"),
 )
-worker_kv_retentions = Counter(
+worker_kv_retentions = _counter(
     "baton_worker_kv_retentions",
     "KV blocks that hints asked to retain (retained), that were not or no longer, as tenants may have so many "
     "(outbid), or that were evicted all the same as no other was left (yielded).",
-    ["event"],
+    "event",
+    ("retained", "outbid", "yielded"),
 )
 worker_kv_retained_blocks = _gauge(
     "baton_worker_kv_retained_blocks", "KV blocks that are evicted after others, because a hint asks for it."
 )
 worker_queue = Histogram(
-    "baton_worker_queue_seconds", "From a request at the engine to its first step.", buckets=LATENCY_BUCKETS
+    "baton_worker_queue_seconds", "From a request at the engine to its first step.", buckets=WORKER_BUCKETS
 )
-worker_draft_tokens = Counter(
-    "baton_worker_draft_tokens", "Tokens of answers that were guessed, by whether the model drew the same.", ["outcome"]
+worker_draft_tokens = _counter(
+    "baton_worker_draft_tokens",
+    "Tokens of answers that were guessed, by whether the model drew the same.",
+    "outcome",
+    ("accepted", "refused"),
 )
 worker_step_time_error = _gauge(
     "baton_worker_step_time_error_ratio",
     "What the model of time was wrong by on the latest steps, as a share of their times: median and 90th percentile.",
-    ["quantile"],
+    ["percentile"],
 )
 worker_step_time_drifts = _gauge(
     "baton_worker_step_time_drifts", "1 if steps take other times than the model of time says, all the time."
@@ -218,7 +318,7 @@ worker_step_time_drifts = _gauge(
 worker_handoff = Histogram(
     "baton_worker_handoff_seconds",
     "From the first token at a decode worker to the last KV block there.",
-    buckets=LATENCY_BUCKETS,
+    buckets=WORKER_BUCKETS,
 )
 
 # ---------------------------------------------------------------------------------------------- KV store
@@ -227,17 +327,21 @@ kv_store_bytes = _gauge("baton_kv_store_bytes", "Bytes in --kv-dir as of this wo
 kv_store_runs = _gauge("baton_kv_store_runs", "Files of KV blocks in --kv-dir, as of this worker's last pass.")
 kv_store_evicted_runs = Counter("baton_kv_store_evicted_runs", "Files of KV blocks that this worker evicted.")
 kv_store_evicted_bytes = Counter("baton_kv_store_evicted_bytes", "Bytes of KV blocks that this worker evicted.")
-kv_store_failed_blocks = Counter(
-    "baton_kv_store_failed_blocks", "KV blocks that could not be written to or read from the store.", ["action"]
+kv_store_failed_blocks = _counter(
+    "baton_kv_store_failed_blocks",
+    "KV blocks that could not be written to or read from the store.",
+    "action",
+    ("write", "read"),
 )
 kv_store_failed_lookups = Counter(
     "baton_kv_store_failed_lookups", "Lookups that the store did not answer in time: what it may hold was not used."
 )
 
-worker_grammars = Counter(
+worker_grammars = _counter(
     "baton_worker_grammars",
     "Grammars of guided requests, by what came of them: cached, compiled, wrong (by its client), failed, late, full.",
-    ["outcome"],
+    "outcome",
+    ("cached", "compiled", "wrong", "failed", "late", "full"),
 )
 worker_grammar_seconds = Counter(
     "baton_worker_grammar_seconds", "Time that compiled and wrong grammars took, with their wait for a thread."
@@ -247,6 +351,6 @@ ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
     worker_grammars, worker_grammar_seconds, worker_draft_tokens, worker_kv_retentions, worker_kv_retained_blocks,
-    worker_late_requests,
+    worker_late_requests, worker_preemptions,
 )  # fmt: skip
 """Metrics that an engine process counts and its front shows."""

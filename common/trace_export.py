@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
@@ -22,6 +22,7 @@ from opentelemetry.trace import SpanKind as OtelKind
 from opentelemetry.trace.span import TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
+from common import metrics
 from common.tracing import Span, SpanKind, TraceContext, Traced, context_of, new_span_id, new_trace_id
 from common.version import VERSION
 
@@ -42,7 +43,7 @@ class TraceExport:
         names = {"service.name": service} | ({"service.instance.id": instance} if instance else {})
         self._resource = Resource.create(names).merge(OTELResourceDetector().detect())
         self._sampler: Sampler = _sampler(sample)
-        self._processor = BatchSpanProcessor(exporter)
+        self._processor = BatchSpanProcessor(_Counted(exporter))
 
     def begin(self, traceparent: str = "", tracestate: str = "") -> Traced | None:
         """A new span for a request of a client; None if the request is not sampled."""
@@ -55,6 +56,7 @@ class TraceExport:
         return Traced(TraceContext(trace_id, new_span_id(), state="" if parent is None else parent.state), parent)
 
     def export(self, spans: Sequence[Span]) -> None:
+        metrics.trace_spans.labels("made").inc(len(spans))
         offset_ns = time.time_ns() - time.monotonic_ns()  # one for all spans of a request: none overtakes another
         for span in spans:
             self._processor.on_end(self._readable(span, offset_ns))
@@ -79,6 +81,29 @@ class TraceExport:
         """Sends what is left, for a short while. Blocks."""
         self._processor.force_flush(CLOSE_TIMEOUT_MS)
         self._processor.shutdown()
+
+
+class _Counted:
+    """A `SpanExporter` around another one, and how many spans it has sent. Called by the processor's thread."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        outcome = "failed"
+        try:
+            result = self._exporter.export(spans)
+            if result is SpanExportResult.SUCCESS:
+                outcome = "sent"
+            return result
+        finally:
+            metrics.trace_spans.labels(outcome).inc(len(spans))
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return bool(self._exporter.force_flush(timeout_millis))
 
 
 def _sampler(sample: float | None) -> Sampler:

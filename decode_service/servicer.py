@@ -126,6 +126,7 @@ class DecodeRun:
         self._asked_time = self._marks.start - request.age_ms / 1000  # when it came to its router
         self._leg = PrefillLeg(worker, request, stream, self._report, self._usage, self._asked_time, self._spans)
         self._num_sends = 0
+        self._num_tokens = 0  # of the answer, that came from this worker's engine
 
     async def run(self) -> None:
         if self._spans is None or self._worker.spans is None:
@@ -162,6 +163,7 @@ class DecodeRun:
                 pass
         finally:
             self._stream.pass_on = None
+            self._count_tokens()
             if self._leg.is_started:
                 self._stream.release()  # before the lease ends: nothing that arrives after that is to be trusted
                 self._leg.finish()
@@ -200,7 +202,7 @@ class DecodeRun:
                 await self._send(event)
                 if event.finish_reason is None:
                     return False
-                self._count(event)
+                self._count()
                 return True
             case HandoverDue():
                 await self._stream.deliver(self._caller.write(decode_pb2.DecodeEvent(offers_handover=True)))
@@ -213,6 +215,7 @@ class DecodeRun:
     async def _send(self, event: m.TokensGenerated) -> None:
         if event.tokens:
             self._marks.token(time.monotonic())
+            self._num_tokens += len(event.tokens)
         if not self._leg.is_started:
             self._marks.queue_s = event.queue_s
         message = decode_pb2.DecodeEvent(
@@ -241,14 +244,24 @@ class DecodeRun:
         if not self._caller.take_tokens([token.token_id for token in tokens]):
             return False
         self._num_sends += 1
+        self._num_tokens += len(tokens)
         return True
 
-    def _count(self, event: m.TokensGenerated) -> None:
+    def _count(self) -> None:
+        """After the last token."""
         marks = self._marks
-        metrics.worker_queue.observe(marks.queue_s)
-        metrics.worker_preemptions.inc(event.num_preemptions)
+        exemplar = None if self._spans is None else {"trace_id": self._spans.own.trace_id}
+        metrics.worker_prompts.labels("remote" if self._leg.is_started else "here").inc()
+        metrics.worker_queue.observe(marks.queue_s, exemplar)
         if marks.kv_complete is not None and marks.first_token is not None:
-            metrics.worker_handoff.observe(max(marks.kv_complete - marks.first_token, 0.0))
+            metrics.worker_handoff.observe(max(marks.kv_complete - marks.first_token, 0.0), exemplar)
+
+    def _count_tokens(self) -> None:
+        """However the request ends: a router that finds a stop string cancels it."""
+        if self._marks.first_token is not None:
+            metrics.worker_prompt_tokens.inc(len(self._request.prompt_token_ids))
+            metrics.worker_cached_tokens.inc(self._usage.cached_tokens)
+            metrics.worker_output_tokens.inc(self._num_tokens)
 
     def _is_news(self, event: m.TokensGenerated) -> bool:
         """Whether the report differs from the last one sent, so that this event has to bring it. A router that ends an

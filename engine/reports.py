@@ -39,6 +39,7 @@ def report_draft(num_drafted: int, num_accepted: int) -> None:
 
 
 def report_preempted(request: Request) -> None:
+    metrics.worker_preemptions.inc()
     log.warning(
         "preempted: KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs",
         extra={"request_id": request.request_id, "num_preemptions": request.num_preemptions},

@@ -134,7 +134,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         accepted = prefill_pb2.PrefillAccepted(worker_id=worker.worker_id, epoch=worker.epoch, peer=worker.ready.peer)
         await context.write(prefill_pb2.PrefillEvent(accepted=accepted))
         grace_s = lease_grace_s(worker.settings) if worker.ready.is_read_from_memory else 0.0
-        relay = asyncio.create_task(_relay(stream, borrowing, context, begin, grace_s, spans))
+        relay = asyncio.create_task(
+            _relay(stream, borrowing, context, begin, grace_s, spans, len(start.prompt_token_ids))
+        )
         ended = asyncio.create_task(_read_to_end(borrowing, context))
         try:
             await asyncio.wait((relay, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -156,6 +158,7 @@ async def _relay(
     begin: float,
     grace_s: float,
     spans: RequestSpans | None,
+    num_prompt_tokens: int,
 ) -> None:
     """Passes on the engine's events until it is cancelled. Raises `BatonError` if the engine gives the request up."""
     events: deque[RequestEvent] = deque()
@@ -175,6 +178,8 @@ async def _relay(
                 message = prefill_pb2.PrefillEvent(blocks_ready=convert.blocks_ready(event))
                 await stream.deliver(context.write(message))
             case m.TokensGenerated():
+                metrics.worker_prompt_tokens.inc(num_prompt_tokens)
+                metrics.worker_cached_tokens.inc(event.num_cached_tokens)
                 first_token = _first_token(event, time.monotonic() - begin)
                 first_token.num_blocks_lent = borrowing.num_read
                 if events and isinstance(published := events[0], m.BlocksPublished):

@@ -74,6 +74,7 @@ def make_gateway(
         process,
         also_reasoning=settings.also_reasoning,
         per_request_metrics=settings.per_request_metrics,
+        metrics_aliases=settings.metrics_aliases,
     )
 
 

@@ -45,6 +45,16 @@ def quantiles(metric: str, where: str) -> tuple[tuple[str, str], ...]:
     )
 
 
+def quantiles_by(label: str, metric: str, where: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (
+            f"histogram_quantile({q}, {rate(f'{metric}_bucket', where, f'le, {label}')})",
+            f"{{{{{label}}}}} p{int(q * 100)}",
+        )
+        for q in (0.5, 0.9)
+    )
+
+
 def total(metric: str, where: str, by: str = "") -> str:
     return f"sum{f' by ({by})' if by else ''} ({metric}{{{where}}})"
 
@@ -57,6 +67,7 @@ def newest(metric: str, by: str = "") -> str:
 ROWS: dict[str, list[Panel]] = {
     "Router": [
         Panel("Requests", "reqps", ((rate("baton_router_requests_total", ROUTER, "outcome"), "{{outcome}}"),)),
+        Panel("Answers", "ops", ((rate("baton_router_answers_total", ROUTER, "reason"), "{{reason}}"),)),
         Panel(
             "Running, and queued in the router",
             "short",
@@ -92,6 +103,18 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel("Whole request", "s", quantiles("baton_router_request_seconds", ROUTER)),
         Panel(
+            "Where answers spend their time",
+            "short",
+            ((rate("baton_router_stage_seconds_total", ROUTER, "stage"), "{{stage}}"),),
+            "Seconds in each second: how many answers are in this stage at a time, on average.",
+        ),
+        Panel(
+            "Measured, divided by predicted",
+            "short",
+            quantiles_by("of", "baton_router_measured_to_predicted_ratio", ROUTER),
+            "Until the first token, and between two tokens, as routing decisions predict them. 1 is right.",
+        ),
+        Panel(
             "Recoveries",
             "ops",
             (
@@ -99,6 +122,11 @@ ROWS: dict[str, list[Panel]] = {
                 (rate("baton_router_migrations_total", ROUTER, "reason"), "migration: {{reason}}"),
                 (rate("baton_router_fallbacks_total", ROUTER), "KV computed again"),
                 (rate("baton_router_retries_refused_total", ROUTER), "retry budget spent"),
+                (
+                    rate("baton_router_spares_withheld_total", ROUTER),
+                    "no spare prefill worker named, for the same reason",
+                ),
+                (rate("baton_router_suspensions_total", ROUTER, "reason"), "a worker left alone: {{reason}}"),
                 (rate("baton_router_false_workers_total", ROUTER, "about"), "a worker said what cannot be: {{about}}"),
                 (rate("baton_router_block_resyncs_total", ROUTER), "a worker's blocks asked for anew"),
                 (rate("baton_router_process_restarts_total", ROUTER), "a process of a router started again"),
@@ -120,6 +148,12 @@ ROWS: dict[str, list[Panel]] = {
             ),
         ),
         Panel(
+            "Spans of traces",
+            "ops",
+            ((rate("baton_trace_spans_total", ROUTER, "outcome"), "{{outcome}}"),),
+            "What is made and neither sent nor failed was dropped, because too many waited.",
+        ),
+        Panel(
             "Tasks of routers' and workers' event loops",
             "short",
             ((total("baton_process_tasks", ROUTER, "pod"), "{{pod}}"),),
@@ -128,6 +162,14 @@ ROWS: dict[str, list[Panel]] = {
     "Prefill": [
         Panel(
             "Queued prompt tokens", "short", ((total("baton_worker_queued_prompt_tokens", PREFILL, "pod"), "{{pod}}"),)
+        ),
+        Panel(
+            "Prompt tokens",
+            "short",
+            (
+                (rate("baton_worker_prompt_tokens_total", PREFILL, "pod"), "{{pod}} /s"),
+                (rate("baton_worker_cached_prompt_tokens_total", PREFILL, "pod"), "{{pod}} from cache/s"),
+            ),
         ),
         Panel("Requests running", "short", ((total("baton_worker_requests_running", PREFILL, "pod"), "{{pod}}"),)),
         Panel("Leases", "short", ((total("baton_worker_leases", PREFILL, "pod"), "{{pod}}"),)),
@@ -158,6 +200,13 @@ ROWS: dict[str, list[Panel]] = {
                     "{{pod}}",
                 ),
             ),
+        ),
+        Panel("Tokens of answers", "short", ((rate("baton_worker_output_tokens_total", DECODE, "pod"), "{{pod}} /s"),)),
+        Panel(
+            "Where prompts were computed",
+            "ops",
+            ((rate("baton_worker_prompts_total", DECODE, "place"), "{{place}}"),),
+            "As decode workers decided in the end, who see what is missing.",
         ),
         Panel("Preemptions", "ops", ((rate("baton_worker_preemptions_total", DECODE, "pod"), "{{pod}}"),)),
         Panel(
@@ -194,7 +243,7 @@ ROWS: dict[str, list[Panel]] = {
             "Error of the model of time",
             "percentunit",
             (
-                (f'max by (pod) (baton_worker_step_time_error_ratio{{{WORKERS},quantile="0.9"}})', "{{pod}} p90"),
+                (f'max by (pod) (baton_worker_step_time_error_ratio{{{WORKERS},percentile="90"}})', "{{pod}} p90"),
                 (f"max by (pod) (baton_worker_step_time_drifts{{{WORKERS}}})", "{{pod}} drifts"),
             ),
             "What workers predict their latest steps wrong by. 100 % drifts: steps take other times all the time.",

@@ -29,7 +29,7 @@ _OWNED = {
     "external_metrics_listen", "external_metrics_service", "keda_listen", "namespace", "leader_elect", "lease_name",
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
-    "limits_file", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
+    "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip
@@ -266,7 +266,13 @@ def values_schema() -> Schema:
             tls=obj(mode=one_of("self", "cert-manager", "secret"), secretName=NAME, issuerRef=MAP),
             **PLACEMENT,
         ),
-        metrics=obj(workerPort=PORT, serviceMonitor=ref("monitor"), podMonitor=ref("monitor")),
+        metrics=obj(
+            workerPort=PORT,
+            serviceMonitor=ref("monitor"),
+            podMonitor=ref("monitor"),
+            prometheusRule=obj(enabled=BOOLEAN, labels=STRINGS),
+            aliases=obj(router=one_of("none", "vllm"), workers=one_of("none", "vllm")),
+        ),
         networkPolicy=obj(enabled=BOOLEAN, routerFrom=array(MAP), metricsFrom=array(MAP)),
         gateway=obj(enabled=BOOLEAN, parentRefs=array(MAP), hostnames=array(STRING)),
         serviceAccount=obj(annotations=STRINGS),

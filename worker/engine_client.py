@@ -233,8 +233,8 @@ class EngineClient:
         before, self.batch_time = self.batch_time, event
         if before is not None and not event.model:
             self.batch_time = msgspec.structs.replace(event, model=before.model)
-        metrics.worker_step_time_error.labels("0.5").set(event.error_median)
-        metrics.worker_step_time_error.labels("0.9").set(event.error_p90)
+        metrics.worker_step_time_error.labels("50").set(event.error_median)
+        metrics.worker_step_time_error.labels("90").set(event.error_p90)
         metrics.worker_step_time_drifts.set(event.drifts)
         if before is None or before.version != event.version:
             await self.notify_load()  # which has the version

@@ -11,13 +11,18 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import make_wsgi_app
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 
 from common.errors import StartupError
+from common.metric_page import OPENMETRICS, wants_openmetrics
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +35,31 @@ class _Handler(WSGIRequestHandler):
         """Says nothing: a scrape is no event."""
 
 
+# The library's default turns the colon of a sample's name into an underscore.
+_NAMES_AS_THEY_ARE = f"{OPENMETRICS};version=1.0.0;escaping=allow-utf-8"
+
+
+def _negotiating(app: WSGIApplication) -> WSGIApplication:
+    """`app`, which compresses if that is asked, in the two formats of `common.metric_page`."""
+
+    def negotiating(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        is_openmetrics = wants_openmetrics(environ.get("HTTP_ACCEPT", ""))
+        return app({**environ, "HTTP_ACCEPT": _NAMES_AS_THEY_ARE if is_openmetrics else ""}, start_response)
+
+    return negotiating
+
+
 class MetricsServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(
-        self, host: str, port: int, *, max_connections: int = MAX_CONNECTIONS, max_open_s: float = MAX_OPEN_S
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry = REGISTRY,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+        max_open_s: float = MAX_OPEN_S,
     ) -> None:
         self._max_connections = max_connections
         self._max_open_s = max_open_s
@@ -42,7 +67,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}  # since when, open longest first
         super().__init__((host, port), _Handler)
-        self.set_app(make_wsgi_app())
+        self.set_app(_negotiating(make_wsgi_app(registry)))
 
     @property
     def num_open(self) -> int:
@@ -78,12 +103,17 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
 
 def serve_metrics(
-    host: str, port: int, *, max_connections: int = MAX_CONNECTIONS, max_open_s: float = MAX_OPEN_S
+    host: str,
+    port: int,
+    registry: CollectorRegistry = REGISTRY,
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+    max_open_s: float = MAX_OPEN_S,
 ) -> MetricsServer:
     """Serves until the process ends. Raises `StartupError` if the port cannot be had."""
     try:
         server = MetricsServer(
-            host.strip("[]") or "0.0.0.0", port, max_connections=max_connections, max_open_s=max_open_s
+            host.strip("[]") or "0.0.0.0", port, registry, max_connections=max_connections, max_open_s=max_open_s
         )
     except OSError as error:
         raise StartupError(f"metrics_port: cannot bind {port}: {error.strerror}") from error

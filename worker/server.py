@@ -11,13 +11,17 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import REGISTRY, CollectorRegistry
 
+from common import metric_aliases
 from common.config import WorkerSettings
 from common.errors import StartupError
 from common.grpc.health import SERVING, Health
 from common.grpc.reflection import ReflectionPool
 from common.grpc.server import make_server, until_ended
 from common.grpc.transport import add_port, health_server
+from common.metric_aliases import CacheFacts
+from common.metric_page import ChangedRegistry
 from common.process.tasks import VitalTasks, count_tasks
 from common.tls import serving_files
 from common.trace_settings import make_trace_export
@@ -66,7 +70,7 @@ async def serve(
     try:
         worker.address = _bind(server, settings)
         if settings.metrics_port is not None:
-            serve_metrics(settings.listen.rpartition(":")[0], settings.metrics_port)
+            serve_metrics(settings.listen.rpartition(":")[0], settings.metrics_port, _shown(worker))
         health = Health()
         probed = _bind_health(settings, health)
         names = [add(worker, server) for add in [*services, add_embed_service, add_worker_service]]
@@ -102,6 +106,23 @@ async def serve(
         await worker.engine.stop()
         if traces is not None:
             await asyncio.to_thread(traces.close)
+
+
+def _shown(worker: Worker) -> CollectorRegistry:
+    """What `/metrics` has."""
+    if worker.settings.metrics_aliases == "none":
+        return REGISTRY
+
+    def facts() -> CacheFacts:
+        load = worker.engine.load
+        return CacheFacts(
+            model=worker.model_name,
+            block_size=worker.settings.block_size,
+            num_blocks=load.num_blocks,
+            num_used_blocks=load.num_blocks - load.num_free_blocks - load.num_cached_blocks,
+        )
+
+    return ChangedRegistry(lambda families: metric_aliases.with_aliases(families, metric_aliases.WORKER, facts))
 
 
 def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:

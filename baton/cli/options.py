@@ -25,6 +25,7 @@ from common.config import (
     HealthSettings,
     LimitSettings,
     LogSettings,
+    MetricsSettings,
     ModelSettings,
     ObserveSettings,
     PolicySettings,
@@ -65,6 +66,7 @@ GROUPS: dict[type[Settings], str] = {
     HealthSettings: "Probes",
     TraceSettings: "Traces and logging",
     ObserveSettings: "Traces and logging",
+    MetricsSettings: "Traces and logging",
     LogSettings: "Traces and logging",
 }
 """Sections of `--help`, in order. A field stands under the class that first declares it."""

@@ -45,6 +45,14 @@ class TraceSettings(Settings):
     )
 
 
+class MetricsSettings(Settings):
+    """What Prometheus reads (docs/metrics.md)."""
+
+    metrics_aliases: Literal["none", "vllm"] = Field(
+        "none", description="vllm: /metrics has its values under vLLM's names, too, for dashboards and autoscalers"
+    )
+
+
 class TlsSettings(Settings):
     """Certificates of one process, for its ports and for its channels to others; plain text if none is given.
 

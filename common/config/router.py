@@ -11,6 +11,7 @@ from common.config.base import (
     Addresses,
     HealthSettings,
     LogSettings,
+    MetricsSettings,
     Positive,
     Settings,
     TlsSettings,
@@ -96,7 +97,7 @@ class WebSettings(Settings):
     )
 
 
-class ObserveSettings(TraceSettings):
+class ObserveSettings(TraceSettings, MetricsSettings):
     """What a router tells of its requests."""
 
     trace_sample: float | None = Field(

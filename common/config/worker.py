@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from common.config.base import (
     HealthSettings,
     LogSettings,
+    MetricsSettings,
     Port,
     Positive,
     Settings,
@@ -131,7 +132,9 @@ class ConnectorSettings(Settings):
     )
 
 
-class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, TraceSettings, LogSettings):
+class WorkerSettings(
+    EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, TraceSettings, MetricsSettings, LogSettings
+):
     """`baton prefill`, `baton decode` and `baton worker`."""
 
     model_config = ConfigDict(extra="allow")  # see ConnectorSettings

@@ -29,6 +29,8 @@ class WatchedFiles(Generic[ValueT]):
 
     def __init__(self, what: str, paths: Sequence[str], load: Callable[[], ValueT]) -> None:
         self._what = what
+        for outcome in ("ok", "failed"):
+            metrics.file_reloads.labels(what, outcome)  # a rate sees no increase in a series' first sample
         self._paths = tuple(paths)
         self._load = load
         self._lock = threading.Lock()

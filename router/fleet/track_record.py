@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from common import metrics
+
 MAX_FAILURES = 5  # in a row
 OPEN_S = 5.0  # the first time; twice as long each time that a probe fails
 MAX_OPEN_S = 60.0
@@ -173,10 +175,12 @@ class TrackRecord:
         if record.is_open and now >= record.open_until:
             record.open_s = min(2 * record.open_s, MAX_OPEN_S)
             record.open_until = now + record.open_s
+            metrics.router_suspensions.labels("failures").inc()
         elif not record.is_open and record.num_failures >= MAX_FAILURES:
             record.is_open = True
             record.open_until = now + record.open_s
             self._troubled.add(worker)
+            metrics.router_suspensions.labels("failures").inc()
 
     def succeeded(
         self,
@@ -233,6 +237,7 @@ class TrackRecord:
             pace.slow_until = now + SLOW_S
             pace.num = 0
             self._troubled.add(worker)
+            metrics.router_suspensions.labels("slow").inc()
 
     def forget_others(self, workers: set[Incarnation]) -> None:
         """Forgets all workers but these."""

@@ -162,6 +162,14 @@ def prompt_s(time: BatchTime, num_tokens: int, past: int, beside: StepShape | No
     return seconds + (time.seconds(_chunk(rest, past + num_full * CHUNK, beside)) if rest else 0.0)
 
 
+def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
+    """Seconds until the worker has a newcomer's first token: after the prompts that were there, with its decodes in
+    each step."""
+    time, beside = _time(endpoint), decodes_of(endpoint) if endpoint.can_decode else None
+    num_queued = endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
+    return prompt_s(time, num_queued, 0, beside) + prompt_s(time, num_missing, num_cached, beside)
+
+
 def _chunk(new: int, past: int, beside: StepShape | None) -> StepShape:
     decodes = beside or StepShape()
     return StepShape(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from common import metrics
 from common.errors import InvalidArgumentError, OverloadedError
 from common.grammar_process import GrammarProcess, shared_process
 from common.guided import Guided, json_text
@@ -50,6 +51,7 @@ class Grammars:
     def _reason(self, guided: Guided, begin_by: float) -> str:
         """What is wrong with it; empty if nothing is."""
         if time.monotonic() > begin_by:
+            metrics.router_refused.labels("grammars").inc()
             raise OverloadedError("others' grammars are being parsed, try again later")
         try:
             self._process.check(guided)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from common import metrics
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.choices import Choices
 from common.errors import InvalidArgumentError, OverloadedError
@@ -220,6 +221,7 @@ class Preparation:
 
         def begin() -> ResultT:
             if time.monotonic() > begin_by:
+                metrics.router_refused.labels("templates").inc()
                 raise OverloadedError("others' chat templates are being rendered, try again later")
             return work()
 

@@ -9,10 +9,12 @@ import os
 import signal
 import socket
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from prometheus_client import Metric
 
 from common import metrics
 from common.config import RouterSettings
@@ -128,8 +130,8 @@ class Member(RouterProcess):
         others = sum(self.shared.by_process(NOT_READY))
         return own_reason or ("another process of this router is not ready" if others else "")
 
-    def metrics_page(self) -> bytes:
-        return scrape.page(self._spec.directory, lambda: [os.getppid(), *filter(None, self.shared.by_process(PID))])
+    def metrics(self) -> Iterable[Metric]:
+        return scrape.families(self._spec.directory, lambda: [os.getppid(), *filter(None, self.shared.by_process(PID))])
 
     def answers(self, query: ProcessQuery[T]) -> None:
         self._queries[query.name] = query

@@ -6,7 +6,9 @@ shares nothing.
 
 from __future__ import annotations
 
-from prometheus_client import generate_latest
+from collections.abc import Iterable
+
+from prometheus_client import REGISTRY, Metric
 
 from common.config import RouterSettings
 from common.logs import flip_debug
@@ -55,9 +57,9 @@ class RouterProcess:
         own reason, empty if it is ready."""
         return own_reason
 
-    def metrics_page(self) -> bytes:
-        """The metrics of the router, as text for Prometheus."""
-        return generate_latest()
+    def metrics(self) -> Iterable[Metric]:
+        """The metrics of the router."""
+        return REGISTRY.collect()
 
     def answers(self, query: ProcessQuery[T]) -> None:
         """Has this process answer this query from now on."""

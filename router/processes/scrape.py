@@ -1,7 +1,8 @@
-"""The metrics of all processes of a router as one page.
+"""The metrics of all processes of a router, for one page.
 
 prometheus_client's multi-process mode keeps each process's metrics in files: counters and histograms are summed over
 them, gauges as each says (`multiprocess_mode`). The counts of a process that has ended stay, in files of process 0.
+These files hold no exemplars.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -22,14 +23,13 @@ VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _START_TIME = "process_start_time_seconds"  # the earliest; all others are summed
 
 
-def page(directory: str, pids: Callable[[], Iterable[int]]) -> bytes:
-    """The metrics of all processes, for Prometheus. `pids` are of the processes whose CPU time, memory and open files
-    are summed."""
+def families(directory: str, pids: Callable[[], Iterable[int]]) -> list[Metric]:
+    """The metrics of all processes. `pids` are of the processes whose CPU time, memory and open files are summed."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
     registry.register(_Processes(pids))
     with _locked(directory, fcntl.LOCK_SH):
-        return generate_latest(registry)
+        return list(registry.collect())
 
 
 def keep_totals(directory: str, pid: int) -> bool:

@@ -23,7 +23,9 @@ from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
 from router.fleet.decode_stream import DecodeStreams
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
+from router.fleet.track_record import MIN_TOKENS
 from router.policy.base import RoutingDecision
+from router.policy.costs import first_token_s
 from router.running.decode_events import DecodeEvents, FalseEventError, PrefillBlame
 from router.running.prefill_times import LikePrompts, PrefillTimes
 from router.running.request import GenerationRequest, NewTokens, Progress
@@ -31,6 +33,8 @@ from router.running.retries import NO_FAULTS, WorkerLostError, failure_of
 from router.running.routes import load_of
 
 log = logging.getLogger(__name__)
+
+COMPARE_EVERY = 8  # complete answers: to predict one again takes longer than all else that is counted of it
 
 
 class HandoverError(Exception):
@@ -68,6 +72,7 @@ class Attempts:
         self._clock = clock
         self._prefill_times, self._like_prompts = PrefillTimes(), LikePrompts()
         self._streams = DecodeStreams()
+        self._num_complete = 0  # answers
 
     async def run(
         self,
@@ -170,6 +175,8 @@ class Attempts:
         # The decode worker asks further prefill workers if the first fails. If the budget is spent it gets only one,
         # and computes the prompt itself if that one fails.
         num_named = None if self._budget.allows(self._clock()) else 1
+        if num_named is not None and len(decision.prefill) > num_named:
+            metrics.router_spares_withheld.inc()
         may_hedge = decision.may_hedge and num_named is None
         hedge_after_s = self._prefill_times.late_s(decision.prefill_cost, decision.prefill_s) if may_hedge else None
         request.charge.worker_was_asked = True
@@ -224,6 +231,9 @@ class Attempts:
         decode, cached = decision.decode.incarnation, progress.usage.cached_tokens
         track.succeeded(decode, now, pace.num_tokens, pace.waited_s, decision.step_s)
         track.answered(decode, now, prompt=num_prompt_tokens, cached=cached, output=pace.num_tokens)
+        self._num_complete += 1
+        if self._num_complete % COMPARE_EVERY == 1:
+            _compare(decision, progress, num_prompt_tokens, pace)
         elapsed_s = (report.timings.prefill_queue_ms + report.timings.prefill_ms) / 1000
         if decision.prefill and report.prefill_worker == decision.prefill[0].address:
             self._prefill_times.came(decision.prefill_cost, elapsed_s, decision.prefill_s)
@@ -240,6 +250,24 @@ class Attempts:
                         track.prefilled(endpoint.incarnation, now, times)
             elif report.fallback_reason.startswith(f"prefill worker {endpoint.address}: "):
                 track.failed(endpoint.incarnation, now)
+
+
+def _compare(decision: RoutingDecision, progress: Progress, num_prompt_tokens: int, pace: _Pace) -> None:
+    """Counts what was measured beside what the decision's workers predicted, if all of them did."""
+    if decision.step_s is None:
+        return
+    if pace.num_tokens >= MIN_TOKENS and decision.step_s > 0:
+        measured_s = pace.waited_s / (pace.num_tokens - 1)
+        metrics.router_prediction.labels("token").observe(measured_s / decision.step_s)
+    attempt = progress.attempts[-1] if progress.attempts else None
+    if attempt is None or attempt.cause != "new" or attempt.first_token_at is None:
+        return
+    computes, missing = decision.decode if decision.in_place else decision.prefill[0], decision.num_missing_tokens
+    predicted_s = first_token_s(computes, missing, num_prompt_tokens - missing)
+    if predicted_s > 0:
+        metrics.router_prediction.labels("first_token").observe(
+            (attempt.first_token_at - attempt.started_at) / predicted_s
+        )
 
 
 def _new_tokens(events: DecodeEvents, event: decode_pb2.DecodeEvent) -> NewTokens:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Sequence
+
+from prometheus_client import Counter
 
 from common import metrics
 from common.errors import BatonError
@@ -51,7 +54,7 @@ class Endings:
 
     def answered(self, request: GenerationRequest, progress: Progress, finish_reason: FinishReason) -> None:
         """The answer is complete, and so is its report (`complete`)."""
-        _observe(progress)
+        _observe(request, progress)
         self._told("answered", request, progress, Ending("ok", finish_reason=finish_reason.value))
 
     def embedded(self, request: EmbedRequest, progress: Progress) -> None:
@@ -67,6 +70,7 @@ class Endings:
 
     def _told(self, how: str, request: AnyRequest, progress: Progress, ending: Ending) -> None:
         progress.has_ended = True
+        _ended(ending.finish_reason or ending.status).inc()
         self.in_flight.ended(progress)
         if progress.report.HasField("slo"):
             count_outcome(progress, ending.status)
@@ -138,17 +142,34 @@ def complete(request: GenerationRequest, progress: Progress, num_tokens: int, nu
         note_outcome(request, progress, "ok", now)
 
 
-def _observe(progress: Progress) -> None:
+def _observe(request: GenerationRequest, progress: Progress) -> None:
     timings, usage = progress.report.timings, progress.usage
+    exemplar = None if request.traced is None else {"trace_id": request.traced.own.trace_id}
+    rest_ms = timings.total_ms - timings.ttft_ms
     metrics.router_prompt_tokens.observe(usage.prompt_tokens)
     metrics.router_output_tokens.observe(usage.completion_tokens)
     metrics.router_cached_tokens.inc(usage.cached_tokens)
-    metrics.router_ttft.observe(timings.ttft_ms / 1000)
-    metrics.router_e2e.observe(timings.total_ms / 1000)
+    metrics.router_ttft.observe(timings.ttft_ms / 1000, exemplar)
+    metrics.router_e2e.observe(timings.total_ms / 1000, exemplar)
     if usage.completion_tokens > 1:
-        metrics.router_tpot.observe((timings.total_ms - timings.ttft_ms) / 1000 / (usage.completion_tokens - 1))
+        metrics.router_tpot.observe(rest_ms / 1000 / (usage.completion_tokens - 1), exemplar)
     if progress.report.fallback_reason:
         metrics.router_fallbacks.inc()
+    _stage("router_queue").inc(progress.queue_s)
+    _stage("queue").inc(timings.queue_ms / 1000)
+    _stage("prefill").inc(timings.prefill_ms / 1000)
+    _stage("handoff").inc(timings.handoff_ms / 1000)
+    _stage("decode").inc(rest_ms / 1000)
+
+
+@functools.cache
+def _ended(reason: str) -> Counter:
+    return metrics.router_answers.labels(reason)
+
+
+@functools.cache
+def _stage(name: str) -> Counter:
+    return metrics.router_stages.labels(name)
 
 
 _COUNTS = ("num_retries", "num_migrations", "num_handovers", "num_hedges", "num_preemptions")

@@ -31,6 +31,7 @@ class Gateway:
     process: RouterProcess
     also_reasoning: bool = False  # see `RouterSettings`
     per_request_metrics: bool = False  # likewise
+    metrics_aliases: str = "none"  # likewise
 
     def not_ready(self) -> str:
         """Why the router takes no request now; empty if it does."""

@@ -27,12 +27,14 @@ FILES = (None, "values-laptop.yaml", "values-gpu-fleet.yaml")
 GOLDEN = Path(__file__).parent / "golden"
 ROLES = ("prefill", "decode")
 CUSTOM = {
-    "ServiceMonitor", "PodMonitor", "ScaledObject", "LeaderWorkerSet",
+    "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "LeaderWorkerSet",
     "Certificate", "Issuer", "HTTPRoute", "GRPCRoute", "TriggerAuthentication",
 }  # fmt: skip
 EVERYTHING: dict[str, object] = {
     "metrics.serviceMonitor.enabled": True,
     "metrics.podMonitor.enabled": True,
+    "metrics.prometheusRule.enabled": True,
+    "metrics.aliases": {"router": "vllm", "workers": "vllm"},
     "gateway": {"enabled": True, "parentRefs": [{"name": "edge"}], "hostnames": ["llm.example.com"]},
     "kv.connector": "shared_storage",
     "model.volume": {"type": "pvc", "claimName": "models", "subPath": "a"},

@@ -58,10 +58,12 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
         "listen", "advertise", "drain_timeout", "metrics_port", "connector", "store", "kv_dir", "model",
         "served_model_name", "dtype", "log_level", "log_format",
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "health_listen", "trace_endpoint", "trace_protocol",
+        "metrics_aliases",
     }  # fmt: skip
     router = set(definitions["routerSettings"]["properties"])
     assert set(RouterSettings.model_fields) - router == {
         "prefill", "decode", "http_listen", "grpc_listen", "drain_timeout", "log_level", "log_format",
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
-        "limits_file", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
+        "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample",
+        "trace_content",
     }  # fmt: skip

@@ -16,7 +16,7 @@ class Made:
         self.cpu = 7.0
         self.page = MetricsPage(self._make, lambda: self.now, lambda: self.cpu)
 
-    def _make(self) -> bytes:
+    def _make(self, _is_openmetrics: bool) -> bytes:
         self.num += 1
         self.cpu += PAGE_S
         return str(self.num).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.fleet import track_record
 from router.fleet.track_record import MAX_FAILURES, MIN_ANSWERS, OPEN_S, SLOW_S, TrackRecord
+from tests.router.conftest import sample
 
 A = ("a:1", "e1")
 
@@ -17,11 +18,13 @@ def tripped() -> TrackRecord:
 
 
 def test_failures_in_a_row_open_it() -> None:
+    before = sample("baton_router_suspensions_total", reason="failures")
     record = tripped()
     assert (record.state(A, 0), record.suspended(A, 0)) == (
         "open", "left alone for 5.0 s after 5 failures in a row",
     )  # fmt: skip
     assert record.suspended(("a:1", "e2"), 0) == "", "a restarted worker is another one"
+    assert sample("baton_router_suspensions_total", reason="failures") == before + 1
     mixed = TrackRecord()
     for _ in range(3 * MAX_FAILURES):
         mixed.failed(A, 0)

@@ -23,5 +23,5 @@ async def test_the_model_is_told_with_the_worker_s_facts_and_how_good_it_is_with
     assert (status.model, status.num_steps, status.drifts) == (b"", 64, True)
     assert status.error_median == pytest.approx(0.02)
     assert 0 <= status.age_s < 60
-    assert metrics.worker_step_time_error.labels("0.9")._value.get() == 0.25
+    assert metrics.worker_step_time_error.labels("90")._value.get() == 0.25
     assert metrics.worker_step_time_drifts._value.get() == 1

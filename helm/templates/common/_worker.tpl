@@ -19,6 +19,7 @@
 {{- $_ := set $settings "listen" "0.0.0.0:50061" -}}
 {{- $_ := set $settings "drain_timeout" .values.drainTimeoutSeconds -}}
 {{- $_ := set $settings "metrics_port" $root.Values.metrics.workerPort -}}
+{{- if ne $root.Values.metrics.aliases.workers "none" }}{{- $_ := set $settings "metrics_aliases" $root.Values.metrics.aliases.workers }}{{ end -}}
 {{- $_ := set $settings "connector" $root.Values.kv.connector -}}
 {{- with $root.Values.kv.store }}{{- $_ := set $settings "store" . }}{{ end -}}
 {{- if include "baton.lmcache" $root }}{{- $_ := set $settings "lmcache_address" "127.0.0.1:5555" }}{{ end -}}

@@ -4,6 +4,7 @@
 {{- $_ := set $settings "trace_sample" .Values.tracing.sample -}}
 {{- $_ := set $settings "trace_content" .Values.tracing.content -}}
 {{- end -}}
+{{- if ne .Values.metrics.aliases.router "none" }}{{- $_ := set $settings "metrics_aliases" .Values.metrics.aliases.router }}{{ end -}}
 {{- if include "baton.asksClients" . }}{{- $_ := set $settings "tls_client_ca" "/etc/baton-client-ca/ca.crt" }}{{ end -}}
 {{- if include "baton.apiKeysSecret" . }}{{- $_ := set $settings "api_keys_file" "/etc/baton-keys/keys" }}{{ end -}}
 {{- if .Values.limits }}{{- $_ := set $settings "limits_file" "/etc/baton-limits/limits.yaml" }}{{ end -}}

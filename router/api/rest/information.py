@@ -6,14 +6,15 @@ import time
 
 from fastapi import Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
+from common import metric_aliases
 from common.errors import InvalidArgumentError, NotFoundError
+from common.metric_page import content_type, render, wants_openmetrics
 from common.version import VERSION
 from router.api.api_keys import visible_tenant
 from router.api.rest.docs_page import docs_page
 from router.api.rest.http.errors import json_response
-from router.api.rest.metrics_page import MetricsPage
+from router.api.rest.metrics_page import MetricsPage, cache_facts
 from router.fleet.served_model import ServedModel
 from router.running.decisions import MAX_DECISIONS
 from router.running.finished import MAX_FINISHED
@@ -26,7 +27,7 @@ class InformationHandlers:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._started = int(time.time())
-        self._metrics_page = MetricsPage(lambda: gateway.process.metrics_page())
+        self._metrics_page = MetricsPage(self._make_metrics)
 
     async def models(self, _request: Request) -> Response:
         served = self._gateway.admission.models().values()
@@ -72,8 +73,17 @@ class InformationHandlers:
     async def docs(self, request: Request) -> Response:
         return Response(docs_page(request.app.openapi()), media_type="text/html")
 
-    async def metrics(self, _request: Request) -> Response:
-        return Response(self._metrics_page.get(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(self, request: Request) -> Response:
+        is_openmetrics = wants_openmetrics(request.headers.get("accept", ""))
+        page = self._metrics_page.get(is_openmetrics=is_openmetrics)
+        return Response(page, media_type=content_type(is_openmetrics=is_openmetrics))
+
+    def _make_metrics(self, is_openmetrics: bool) -> bytes:
+        families = self._gateway.process.metrics()
+        if self._gateway.metrics_aliases == "vllm":
+            registry = self._gateway.admission.registry
+            families = metric_aliases.with_aliases(families, metric_aliases.ROUTER, lambda: cache_facts(registry))
+        return render(families, is_openmetrics=is_openmetrics)
 
 
 def _limit(request: Request, most: int) -> int:

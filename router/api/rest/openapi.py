@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from common.metric_page import OPENMETRICS
 
 Json = dict[str, Any]
 
@@ -193,7 +193,9 @@ def streamed_answer(name: str, event: str, end: str) -> Json:
 CHAT_ANSWER = streamed_answer("ChatCompletion", "ChatCompletionChunk", "At the end comes `data: [DONE]`.")
 COMPLETION_ANSWER = streamed_answer("Completion", "Completion", "At the end comes `data: [DONE]`.")
 RESPONSE_ANSWER = streamed_answer("Response", "ResponseEvent", "Each is named by its type.")
-METRICS_ANSWER = _answer("Prometheus' text format", {CONTENT_TYPE_LATEST.partition(";")[0]: STRING})
+METRICS_ANSWER = _answer(
+    "Prometheus' text format, or OpenMetrics for those who accept it", {"text/plain": STRING, OPENMETRICS: STRING}
+)
 PAGE_ANSWER = _answer("A page", {"text/html": STRING})
 
 MODEL_PARAMETER: Json = {

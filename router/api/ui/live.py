@@ -132,6 +132,7 @@ class Live:
         watch."""
         check_operator("the fleet is shown to")
         if self._num_viewers >= MAX_VIEWERS:
+            metrics.router_refused.labels("viewers").inc()
             raise OverloadedError(f"{MAX_VIEWERS} pages watch this router already", 5.0)
         parts = self.parts()
         return EventStream(await anext(parts), parts, {})

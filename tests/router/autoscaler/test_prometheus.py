@@ -7,16 +7,8 @@ metric's name and matchers of its labels into `metricsQuery`. Here that is done 
 
 from __future__ import annotations
 
-import asyncio
-import json
-import shutil
-import socket
-import urllib.parse
-import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,9 +20,8 @@ from router.autoscaler.signals import FleetSignals, RoleSignals
 from tests.helm.chart import HELM, Object, find, render
 from tests.router.autoscaler.test_process import StartLoaded, autoscaler
 from tests.router.autoscaler.test_process import start_loaded as start_loaded
+from tests.support.prometheus import PROMETHEUS, prometheus
 
-PROMETHEUS = shutil.which("prometheus")
-WAIT_S = 60.0
 NAMESPACE = "prod"  # which the chart is rendered for
 
 
@@ -62,64 +53,6 @@ def test_a_value_that_is_not_known_is_missing() -> None:
 # --------------------------------------------------------------------------------------------- a real Prometheus
 
 
-class Prometheus:
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    async def get(self, path: str, **parameters: str) -> Any:
-        def ask() -> Any:
-            with urllib.request.urlopen(
-                f"{self._url}{path}?{urllib.parse.urlencode(parameters)}", timeout=10
-            ) as answer:
-                return json.load(answer)["data"]
-
-        return await asyncio.to_thread(ask)
-
-    async def value(self, query: str) -> float | None:
-        """Of a query with one result at most; None if it has none."""
-        found = (await self.get("/api/v1/query", query=query))["result"]
-        assert len(found) <= 1, found
-        return float(found[0]["value"][1]) if found else None
-
-    async def until(self, query: str, wanted: Callable[[float | None], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not wanted(await self.value(query)):  # noqa: ASYNC110 (there is nothing to wait for but the next scrape)
-                await asyncio.sleep(0.2)
-
-
-@asynccontextmanager
-async def prometheus(folder: Path, scrape: dict[str, Any]) -> AsyncIterator[Prometheus]:
-    assert PROMETHEUS is not None
-    config = folder / "prometheus.yaml"
-    config.write_text(yaml.safe_dump({"scrape_configs": [scrape]}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = {
-        "config.file": config,
-        "storage.tsdb.path": folder / "data",
-        "web.listen-address": address,
-        "log.level": "warn",
-    }
-    with (folder / "log").open("wb") as log:
-        command = [PROMETHEUS, *(f"--{name}={value}" for name, value in flags.items())]
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection(*address.split(":"))
-                    break
-                except OSError:
-                    assert process.returncode is None, (folder / "log").read_text()
-                    await asyncio.sleep(0.1)
-        writer.close()
-        await writer.wait_closed()
-        yield Prometheus(f"http://{address}")
-    finally:
-        process.kill()
-        await process.wait()
-
-
 def query_of(rule: Object, selector: dict[str, str], namespace: str = NAMESPACE) -> str:
     """What prometheus-adapter asks when the HPA of `namespace` reads a metric."""
     (label,) = [name for name, into in rule["resources"]["overrides"].items() if into["resource"] == "namespace"]
@@ -139,6 +72,7 @@ def metrics_of_hpas(objects: list[Object]) -> dict[tuple[str, str], dict[str, st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed")
 @pytest.mark.skipif(HELM is None, reason="helm is not installed")
 async def test_rules_of_the_chart_give_hpas_what_workers_report(tmp_path: Path, start_loaded: StartLoaded) -> None:
@@ -181,7 +115,7 @@ async def test_rules_of_the_chart_give_hpas_what_workers_report(tmp_path: Path, 
             "metrics_path": endpoint["path"],
             "static_configs": [target],
         }
-        async with prometheus(tmp_path, scrape) as server:
+        async with prometheus(tmp_path, [scrape]) as server:
             for (name, role), value in expected.items():
                 rule, selector = by_name[name], selectors[name, role]
                 if value is not None:

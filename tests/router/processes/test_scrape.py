@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.metric_page import render
 from router.processes import scrape
 
 COUNT = """
@@ -37,7 +38,7 @@ def count(directory: Path, num: int) -> int:
 
 
 def samples(directory: Path) -> dict[str, float]:
-    page = scrape.page(str(directory), lambda: [os.getpid()]).decode()
+    page = render(scrape.families(str(directory), lambda: [os.getpid()])).decode()
     found = {}
     for family in text_string_to_metric_families(page):
         for one in family.samples:

@@ -7,6 +7,7 @@ import asyncio
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from common import metrics
 from router.api.rest.http.error_body import BodyTooLargeError, BodyTooLateError, BodyTypeError
 from router.api.rest.http.protocol import TAKE_BODY, TakeBody
 from router.limits.gate import HeldBytes
@@ -76,9 +77,11 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
                 held.add(len(chunk))
                 chunks.append(chunk)
     except TimeoutError as error:
+        metrics.router_refused.labels("body time").inc()
         raise BodyTooLateError(f"the body did not come within {timeout_s:g} s") from error
     return b"".join(chunks)
 
 
 def _too_large(limit: int) -> BodyTooLargeError:
+    metrics.router_refused.labels("body size").inc()
     return BodyTooLargeError(f"the body has more than {limit} bytes, which this model's context cannot need")

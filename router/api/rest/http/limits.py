@@ -6,6 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common import metrics
 from common.errors import DeadlineError, OverloadedError
 from router.api.api_keys import current_client
 from router.api.rest.http.auth import OPEN_PATHS
@@ -24,6 +25,7 @@ class LimitMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _head_bytes(scope) > MAX_HEAD_BYTES:  # one that came at once, h11 lets it pass
+            metrics.router_refused.labels("head size").inc()
             error = HeadTooLargeError(f"the request's head has more than {MAX_HEAD_BYTES} bytes")
             await error_response(error)(scope, receive, send)
             return

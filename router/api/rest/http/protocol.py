@@ -375,6 +375,7 @@ class LimitedProtocol(H11Protocol):
         self._head_timer = None
         if not self.transport.is_closing():
             if self.conn.their_state is h11.IDLE:
+                metrics.router_refused.labels("head time").inc()
                 self.transport.write(LATE)
                 self._linger(min(SILENT_S, self.limits.head_timeout_s))
                 self._look()
