@@ -67,7 +67,7 @@ class Registry:
         self._changed: set[str] = set()  # addresses of workers that `_fleet` is to be told of
         self.models: dict[str, ServedModel] = {}  # by name: the one that is served, once a decode worker has answered
         self.blocks = BlockWatch(patience)
-        self.track = TrackRecord()
+        self.track = TrackRecord(lambda reason: metrics.router_suspensions.labels(reason).inc())
         self._watch = WorkerWatch(self.blocks, self._channels, self._learn, self._set_state, patience)
         self.set_addresses(prefill, decode)
 

@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common import metrics
-
 MAX_FAILURES = 5  # in a row
 OPEN_S = 5.0  # the first time; twice as long each time that a probe fails
 MAX_OPEN_S = 60.0
@@ -116,7 +114,9 @@ _PaceOf = Callable[[_Record], _Pace]
 class TrackRecord:
     """The track records of all workers, by `Endpoint.incarnation`: a worker that restarts begins anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_suspended: Callable[[str], None] = lambda _: None) -> None:
+        """`on_suspended` is called each time that a worker is left alone from then on: "failures" or "slow"."""
+        self._on_suspended = on_suspended
         self._records: dict[Incarnation, _Record] = {}
         self._troubled: set[Incarnation] = set()
 
@@ -175,12 +175,12 @@ class TrackRecord:
         if record.is_open and now >= record.open_until:
             record.open_s = min(2 * record.open_s, MAX_OPEN_S)
             record.open_until = now + record.open_s
-            metrics.router_suspensions.labels("failures").inc()
+            self._on_suspended("failures")
         elif not record.is_open and record.num_failures >= MAX_FAILURES:
             record.is_open = True
             record.open_until = now + record.open_s
             self._troubled.add(worker)
-            metrics.router_suspensions.labels("failures").inc()
+            self._on_suspended("failures")
 
     def succeeded(
         self,
@@ -237,7 +237,7 @@ class TrackRecord:
             pace.slow_until = now + SLOW_S
             pace.num = 0
             self._troubled.add(worker)
-            metrics.router_suspensions.labels("slow").inc()
+            self._on_suspended("slow")
 
     def forget_others(self, workers: set[Incarnation]) -> None:
         """Forgets all workers but these."""
