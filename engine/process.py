@@ -80,7 +80,10 @@ class Wakeup:
 
 
 def main() -> int:
-    bootstrap = msgspec.json.decode(sys.stdin.readline(), type=Bootstrap)
+    first_line = sys.stdin.readline()
+    if not first_line:  # the front ended before it began
+        return 1
+    bootstrap = msgspec.json.decode(first_line, type=Bootstrap)
     settings = WorkerSettings.model_validate_json(bootstrap.settings)
     setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
     if hasattr(signal, "SIGUSR1"):
@@ -108,6 +111,7 @@ def main() -> int:
         return 1
     finally:
         socket.close()
+        zmq.Context.instance().term()  # once what was sent last is on its way
     return 0
 
 

@@ -39,6 +39,18 @@ def resident_mib(pid: int) -> float:
     return _status_mib(pid, "VmRSS")
 
 
+def pss_mib(pid: int) -> float:
+    """The memory that one process has now, without what it started. Of what several share each has its part, so sums
+    count nothing twice."""
+    found = re.search(r"^Pss:\s*(\d+) kB$", _read(Path(f"/proc/{pid}/smaps_rollup")), re.MULTILINE)
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def family(pid: int) -> list[int]:
+    """The process, and all that it and those started."""
+    return list(_tree(pid))
+
+
 def _status_mib(pid: int, name: str) -> float:
     found = (
         re.search(rf"^{name}:\s*(\d+) kB$", _read(Path(f"/proc/{one}/status")), re.MULTILINE) for one in _tree(pid)
