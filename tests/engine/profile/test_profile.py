@@ -91,7 +91,7 @@ def test_the_engine_s_own_steps_are_predicted() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = make_model(tmp_path / "llama", {}), tmp_path / "made" / "time.json"
     arguments = ["--num-blocks", "64", "--num-threads", "1", "--max-num-seqs", "4", "--chunk-size", "32"]
-    assert main(["profile", "--model", str(model), "--minutes", "0.02", "--out", str(out), *arguments]) == 0
+    assert main(["profile", "--model", str(model), "--minutes", "0.05", "--out", str(out), *arguments]) == 0
     said = capsys.readouterr().out
     assert f"model of time: {out}" in said
     assert "it only continues its lines" in said
