@@ -14,8 +14,9 @@ from common.config import EngineSettings
 def replay(settings: EngineSettings, *, file: str, as_json: bool) -> int:
     """Exit code 1 if a result differs. The file says what the steps were recorded with; what is set here goes first."""
     from common.model_files import open_model
+    from engine.devices import open_device
     from engine.loading.embedded_model import ensure_model
-    from engine.local.device import LocalDevice
+    from engine.local.device_choice import SIMULATED
     from engine.replay.replay import replay as compute
     from engine.replay.step_file import read_steps
 
@@ -29,9 +30,11 @@ def replay(settings: EngineSettings, *, file: str, as_json: bool) -> int:
         "num_blocks": header.num_blocks,
         "max_model_len": header.max_model_len,
     }
+    if header.device == SIMULATED:
+        recorded["device"] = SIMULATED
     settings = settings.model_copy(update={name: value for name, value in recorded.items() if name not in given})
     folder = open_model(ensure_model(settings.model, settings.cache_dir, click.echo)).path
-    device = LocalDevice(folder, settings)
+    device = open_device(folder, settings)
     compared = compute(header, steps, device)
     device.warm_up()
     num_steps = num_rows = num_different = 0

@@ -9,11 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from baton.cli.main import main
 from common.batch_time import StepShape
 from common.batch_time_file import encode
 from common.config import EngineSettings
 from common.errors import ConfigError
 from common.sampling import SamplingParams
+from engine.replay.recorder import RecordingDevice
+from engine.replay.step_file import StepFileHeader, StepFileWriter
 from engine.sampling.draws import draw
 from engine.simulated.data_sheet import SHEETS, simulated_time
 from engine.simulated.device import SimulatedDevice
@@ -169,6 +172,27 @@ def test_logprobs_scores_and_states(model_dir: Path) -> None:
     assert [each.token_id for each in output.scores[0]] == PROMPT[1:]
     pooled = StepRow(token_ids=PROMPT, num_computed_tokens=0, block_ids=list(range(16)), num_pooled=5)
     assert len(device.compute([pooled]).pooled[0]) == device.info.hidden_size
+
+
+def test_recorded_steps_are_replayed(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device, file = make(model_dir), tmp_path / "steps"
+    info = device.info
+    header = StepFileHeader(
+        spec=info.spec,
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        device=info.device,
+        model=str(model_dir),
+        quantization="none",
+        kernels="",
+    )
+    answer(device, PROMPT, [], 1)
+    recorded = RecordingDevice(device, StepFileWriter(file, header), 2)
+    rows = [StepRow(token_ids=[1, 2], num_computed_tokens=20, block_ids=list(range(16)), draw=LIKELIEST)]
+    for _ in range(2):
+        assert not recorded.compute(rows).failures
+    assert main(["replay", str(file)]) == 0
+    assert "2 rows of 2 steps: all tokens are equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SHEETS)
