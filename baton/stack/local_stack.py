@@ -26,14 +26,14 @@ from baton.settings import PREFIX
 from baton.stack.fork_server import ForkServer
 from baton.stack.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start, watched
 from common.errors import BatonError, StartupError
-from common.process.restarts import WINDOW_S, Restarts
+from common.process.restarts import FIRST_DELAY_S, WINDOW_S, Restarts
 
 log = logging.getLogger(__name__)
 
 BATON = (sys.executable, "-m", "baton")  # begins the command of each child but LMCache's
 LMCACHE = "lmcache"  # the child's name
 _POLL_S = 0.02  # between questions whether the router has found its workers
-_KILL_GRACE_S = 5.0  # beyond its own drain timeout, until a child is killed
+_KILL_GRACE_S = 5.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,6 +62,8 @@ class Stack:
     start_timeout: float  # seconds
     router: str = "router"
     max_restarts: int = 0  # of each child, within WINDOW_S
+    first_delay_s: float = FIRST_DELAY_S  # until a child is started again
+    kill_grace_s: float = _KILL_GRACE_S  # beyond a child's own drain timeout, until it is killed
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of each child; no others of ours
     front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere if empty
     forks: Forks | None = None  # which children are forks of one process
@@ -112,7 +114,7 @@ class Stack:
     def watch(self) -> Signalled | Finished:
         """Waits for a signal or for the work beside the stack, and starts children again that end. Raises StartupError
         when one does so too often."""
-        restarts = Restarts(self.max_restarts)
+        restarts = Restarts(self.max_restarts, self.first_delay_s)
         while True:
             due = min(self._starts.values(), default=None)
             match self._next(None if due is None else due - time.monotonic()):
@@ -180,7 +182,7 @@ class Stack:
         for group in (routers, workers, servers):
             for child in group:
                 child.terminate()
-            deadline = time.monotonic() + self.drain_timeout + _KILL_GRACE_S
+            deadline = time.monotonic() + self.drain_timeout + self.kill_grace_s
             while any(child.running for child in group):
                 event = self._next(deadline - time.monotonic())
                 if event is None:
@@ -196,7 +198,7 @@ class Stack:
         for child in self.children:
             child.kill()
         for child in self.children:
-            child.join(_KILL_GRACE_S)
+            child.join(self.kill_grace_s)
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None

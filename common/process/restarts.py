@@ -12,12 +12,13 @@ MAX_DELAY_S = 30.0
 class Restarts:
     """Each child may end `limit` times within WINDOW_S; if it ends once more, it is given up.
 
-    The wait before each restart doubles, from FIRST_DELAY_S up to MAX_DELAY_S: the cause may pass, and meanwhile the
+    The wait before each restart doubles, from `first_delay_s` up to MAX_DELAY_S: the cause may pass, and meanwhile the
     child should not take cores from the others.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, first_delay_s: float = FIRST_DELAY_S) -> None:
         self._limit = limit
+        self._first_delay_s = first_delay_s
         self._ends: defaultdict[str, list[float]] = defaultdict(list)
 
     def delay_s(self, name: str, now: float) -> float | None:
@@ -26,4 +27,4 @@ class Restarts:
         num_ends = len(self._ends[name])
         if num_ends > self._limit:
             return None
-        return min(FIRST_DELAY_S * 2.0 ** (num_ends - 1), MAX_DELAY_S)
+        return min(self._first_delay_s * 2.0 ** (num_ends - 1), MAX_DELAY_S)

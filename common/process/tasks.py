@@ -93,11 +93,11 @@ class VitalTasks:
                 self._on_failure(failure)
 
 
-async def count_tasks() -> None:
+async def count_tasks(interval_s: float = COUNT_INTERVAL_S) -> None:
     """Keeps the count of the event loop's tasks in the metrics, until cancelled."""
     while True:
         metrics.process_tasks.set(len(asyncio.all_tasks()))
-        await asyncio.sleep(COUNT_INTERVAL_S)
+        await asyncio.sleep(interval_s)
 
 
 def end_with_threads() -> None:

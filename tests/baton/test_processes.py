@@ -54,6 +54,7 @@ def stack_of(
     drain_timeout: float = 60,
     start_timeout: float = 60,
     max_restarts: int = 0,
+    **times: float,
 ) -> Stack:
     commands = {
         "prefill-1": child(folder, "prefill-1"),
@@ -61,7 +62,7 @@ def stack_of(
         "router": child(folder, "router", "http=http://h:2 grpc=h:3"),
         **(extra or {}),
     }
-    return Stack(commands, drain_timeout, start_timeout, max_restarts=max_restarts)
+    return Stack(commands, drain_timeout, start_timeout, max_restarts=max_restarts, **times)
 
 
 def pids(folder: Path) -> list[int]:
@@ -244,10 +245,8 @@ def test_a_router_that_ends_is_started_again_where_it_was(tmp_path: Path, caplog
     all_gone(tmp_path)
 
 
-def test_a_signal_drains_while_a_worker_waits_for_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.process.restarts.FIRST_DELAY_S", 600.0)
-    monkeypatch.setattr("common.process.restarts.MAX_DELAY_S", 600.0)
-    stack = stack_of(tmp_path, max_restarts=1)
+def test_a_signal_drains_while_a_worker_waits_for_its_start(tmp_path: Path) -> None:
+    stack = stack_of(tmp_path, max_restarts=1, first_delay_s=600.0)
 
     def work(_: Addresses) -> int:
         kill(tmp_path, "prefill-1")
@@ -283,10 +282,9 @@ def test_an_error_of_the_work_is_the_error_of_the_run(tmp_path: Path) -> None:
     all_gone(tmp_path)
 
 
-def test_a_child_that_does_not_drain_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.stack.local_stack._KILL_GRACE_S", 0.3)
+def test_a_child_that_does_not_drain_in_time_is_killed(tmp_path: Path) -> None:
     stubborn = child(tmp_path, "router", "http=u grpc=a", STUBBORN)
-    assert run(stack_of(tmp_path, {"router": stubborn}, drain_timeout=0.0), work=lambda _: 0) == 0
+    assert run(stack_of(tmp_path, {"router": stubborn}, drain_timeout=0.0, kill_grace_s=0.3), work=lambda _: 0) == 0
     all_gone(tmp_path)
 
 
@@ -304,9 +302,8 @@ def test_a_thread_that_watches_a_child_ends_the_run_when_it_ends(
         raise OSError("no such process")
 
     monkeypatch.setattr(Child, "reap", broken)
-    monkeypatch.setattr("baton.stack.local_stack._KILL_GRACE_S", 0.3)
     with pytest.raises(InternalError, match="decode-1 is not watched any more"):
-        run(stack_of(tmp_path, drain_timeout=0.0))
+        run(stack_of(tmp_path, drain_timeout=0.0, kill_grace_s=0.3))
     (child_process,) = told
     child_process.process.wait()
     all_gone(tmp_path)

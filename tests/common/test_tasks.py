@@ -90,9 +90,8 @@ time.sleep(60)
     assert "ZeroDivisionError" in done.stderr
 
 
-async def test_tasks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.process.tasks.COUNT_INTERVAL_S", 0.0)
-    counting = asyncio.create_task(count_tasks())
+async def test_tasks_are_counted() -> None:
+    counting = asyncio.create_task(count_tasks(0.0))
     waiting = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
     for tasks, number in ((waiting, 5), ([], 2)):  # with the test and the one that counts
         for task in waiting[len(tasks) :]:

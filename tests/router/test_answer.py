@@ -293,10 +293,10 @@ async def test_answers_over_grpc_are_bounded(worker: FakeWorker, start_router: S
 
 @pytest.mark.parametrize("max_model_len", [2**16, 2**20])
 async def test_one_answer_as_long_as_the_context_is_allowed(
-    worker: FakeWorker, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, max_model_len: int
+    worker: FakeWorker, start_router: StartRouter, max_model_len: int
 ) -> None:
     """With all logprobs that there are; thousands of them are not."""
-    monkeypatch.setattr("tests.support.fake_worker.MAX_MODEL_LEN", max_model_len)
+    worker.false_info = {"max_model_len": max_model_len}
     router = await start_router(worker)
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_model_len - 1000}
     body |= {"logprobs": True, "top_logprobs": 20}
