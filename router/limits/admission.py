@@ -29,9 +29,9 @@ from router.fleet.served_model import ServedModel
 from router.limits.clients import NOBODY, ApiClient, Charge
 from router.limits.demand import Demand
 from router.limits.gate import Gate
-from router.limits.quotas import Quotas
+from router.limits.quotas import NO_TENANT_LIMITS, Quotas
 from router.limits.request_queue import Places, RequestQueue
-from router.limits.targets import GivenTargets, Slo
+from router.limits.targets import NO_SLO, NOTHING_GIVEN, GivenTargets, Slo
 
 BYTES_PER_TOKEN = 64  # four letters or so, each escaped as \uXXXX, and then as many again
 BODY_OVERHEAD_BYTES = 64 * 2**10
@@ -142,8 +142,9 @@ class Admission:
 
     def charge(self, client: ApiClient | None) -> None:
         """Counts a new request against `client`'s limits. Raises `OverloadedError` if that is too many."""
-        client = client or NOBODY
-        self._quotas.request(client.name, client.tenant)
+        if not self._quotas.say_nothing:
+            client = client or NOBODY
+            self._quotas.request(client.name, client.tenant)
 
     def running(
         self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
@@ -181,7 +182,7 @@ class Admission:
     ) -> AbstractAsyncContextManager[None]:
         """Use it around the time in which workers have a request, which costs so many tokens and takes `places`.
         Raises `OverloadedError` if the queue refuses it, and `DeadlineError` if its turn does not come in time."""
-        limits = self._quotas.tenant(client.tenant)
+        limits = NO_TENANT_LIMITS if self._quotas.say_nothing else self._quotas.tenant(client.tenant)
         return self._queue.place(
             client.owner,
             cost,
@@ -194,13 +195,16 @@ class Admission:
 
     def slo(self, client: ApiClient | None, *asked: GivenTargets) -> Slo:
         """See `Quotas.slo`."""
+        if self._quotas.say_nothing and all(given is NOTHING_GIVEN for given in asked):
+            return NO_SLO
         client = client or NOBODY
         return self._quotas.slo(client.name, client.tenant, *asked)
 
     def answered(self, client: ApiClient, num_tokens: int) -> None:
         """Counts tokens of an answer."""
         self.demand.num_output_tokens += num_tokens
-        self._quotas.answered(client.name, client.tenant, num_tokens)
+        if not self._quotas.say_nothing:
+            self._quotas.answered(client.name, client.tenant, num_tokens)
 
     def began(self) -> None:
         self._num_running += 1
@@ -281,10 +285,11 @@ class _Charged:
         with contextlib.ExitStack() as undo:
             if self._num_places > 1:
                 undo.enter_context(self._gate.requests(key, self._num_places - 1))
-            undo.enter_context(quotas.streams(key, tenant, num_answers, self._field))
-            quotas.prompt(key, tenant, num_tokens)
-            if num_answers > 1:
-                quotas.more_requests(key, tenant, num_answers - 1)
+            if not quotas.say_nothing:
+                undo.enter_context(quotas.streams(key, tenant, num_answers, self._field))
+                quotas.prompt(key, tenant, num_tokens)
+                if num_answers > 1:
+                    quotas.more_requests(key, tenant, num_answers - 1)
             self._undo = undo.pop_all()
         if num_answers:
             self._demand.prompt(num_tokens)  # before they get a place: autoscalers make places of it
@@ -293,8 +298,9 @@ class _Charged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._undo:
-            num_left = sum([one.num_tokens for one in self._charges if not one.worker_was_asked])
-            self._quotas.give_back(self._client.name, self._client.tenant, num_left)
+            if not self._quotas.say_nothing:
+                num_left = sum([one.num_tokens for one in self._charges if not one.worker_was_asked])
+                self._quotas.give_back(self._client.name, self._client.tenant, num_left)
 
 
 @functools.cache

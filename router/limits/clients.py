@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidArgumentError
 from common.tracing import TRACEPARENT, TRACESTATE
-from router.limits.targets import NOTHING_GIVEN, GivenTargets, given_in_headers
+from router.limits.targets import NOTHING_GIVEN, TARGET_HEADERS, GivenTargets, given_in_headers
 
 SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-baton-explain"
@@ -71,5 +71,6 @@ def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
         raise InvalidArgumentError(EXPLAIN_HEADER, "must be true or false")
     traceparent = headers.get(TRACEPARENT, "")
     tracestate = headers.get(TRACESTATE, "") if traceparent else ""
-    session, targets = given or session[:MAX_SESSION_CHARS], given_in_headers(headers)
-    return CallHints(session, explain in ("1", "true"), traceparent, tracestate, targets)
+    has_targets = any(name in headers for name in TARGET_HEADERS)
+    targets = given_in_headers(headers) if has_targets else NOTHING_GIVEN
+    return CallHints(given or session[:MAX_SESSION_CHARS], explain in ("1", "true"), traceparent, tracestate, targets)

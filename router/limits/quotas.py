@@ -136,6 +136,7 @@ class Quotas:
         self._buckets: dict[tuple[str, str, str], TokenBucket] = {}
         self._ledger = ledger or LocalLedger()
         self._targets = targets
+        self.say_nothing = path is None and targets == NOTHING_GIVEN  # no request needs to ask them
 
     def look(self) -> None:
         """Reads the file again if it has changed."""

@@ -16,6 +16,7 @@ from common.targets import LatencyTargets, check_target_ms
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"  # these three as clients of llm-d send them
 TPOT_HEADER = "x-llm-d-slo-tpot-ms"
 CLASS_HEADER = "x-llm-d-inference-objective"
+TARGET_HEADERS = (TTFT_HEADER, TPOT_HEADER, CLASS_HEADER)
 NO_CLASS = "none"  # what metrics say of requests without a class
 
 

@@ -19,7 +19,7 @@ from router.fleet.registry import Registry
 from router.limits.admission import Admission
 from router.limits.demand import Demand
 from router.limits.gate import Gate
-from router.limits.quotas import Quotas
+from router.limits.quotas import BURST_S, Quotas
 from router.limits.token_bucket import TokenBucket
 from router.running.prefix_hints import PrefixHint, PrefixHints
 from router.running.threads import TextThreads
@@ -326,11 +326,11 @@ async def test_hints_count_as_prompts(start_worker: StartWorker, start_router: S
     assert len(worker.hints) == 2
 
 
-async def test_a_hint_that_nobody_is_asked_for_keeps_its_tokens() -> None:
+async def test_a_hint_that_nobody_is_asked_for_keeps_its_tokens(tmp_path: Path) -> None:
     """Names are made in the threads of texts, which may be too busy."""
-    threads, quotas = TextThreads(1, max_waiting=0), Quotas()
-    given: list[int] = []
-    quotas.give_back = lambda key, tenant, num: given.append(num)  # type: ignore[method-assign,assignment]
+    path = tmp_path / "limits.yaml"
+    path.write_text(f"default: {{tokens_per_second: {10_000 / BURST_S}}}")
+    threads, quotas = TextThreads(1, max_waiting=0), Quotas(str(path), lambda: 0.0)
     release = threading.Event()
     busy = asyncio.create_task(threads.run(10**6, lambda: release.wait(60)))
     await asyncio.sleep(0)
@@ -340,7 +340,9 @@ async def test_a_hint_that_nobody_is_asked_for_keeps_its_tokens() -> None:
     hint = PrefixHint(model=model, token_ids=[1] * 10_000, cache_salt="")  # type: ignore[arg-type]
     with pytest.raises(OverloadedError, match="too many long texts"):
         await hints.give(hint, worker_pb2.CACHE_ACTION_EVICT)
-    assert given == [10_000]
+    quotas.prompt("", "", 10_000)  # as many as there ever are: they were given back
+    with pytest.raises(OverloadedError, match="tokens a second"):
+        quotas.prompt("", "", 1)
     release.set()
     await busy
     threads.close()

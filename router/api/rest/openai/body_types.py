@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 from common.cache_hints import Retain
 from common.errors import InvalidArgumentError
 from common.targets import LatencyTargets, check_targets
-from router.limits.targets import GivenTargets, given_in_body
+from router.limits.targets import NOTHING_GIVEN, GivenTargets, given_in_body
 
 GivenRaw = Raw | UnsetType
 """A value that is not decoded, since all that matters is whether it asks for something (`asks`)."""
@@ -67,6 +67,8 @@ class AnswerBody(Body, kw_only=True):
 
     def targets(self) -> GivenTargets:
         """Raises `InvalidArgumentError`."""
+        if self.slo is None and not self.slo_class:
+            return NOTHING_GIVEN
         given = None if self.slo is None else LatencyTargets(self.slo.ttft_ms, self.slo.tpot_ms)
         if given is not None:
             check_targets(given)
