@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ NUM_PREFILL, NUM_DECODE = 24, 16
 NUM_TOKENS = 16
 NUM_LONG, NUM_LONG_TOKENS = 48, 150  # 9 ms each
 MAX_WORKER_MIB = 80  # of memory, its share of what it has in common with others included; an engine with torch has 300
+NUM_FAULTS, FAULT_S, NUM_CLIENTS = 12, 0.7, 8
 NUM_VOCABULARY = 300  # the tokenizer has some more
 
 
@@ -163,6 +166,47 @@ def test_what_is_killed_comes_back_and_no_answer_is_wrong(stack: Stack, model_di
         return not alive(set(victims)) and all(one.state is WorkerState.READY for one in stack.workers())
 
     wait_for("the killed workers are back", is_whole)
+
+
+def test_a_storm_of_faults(stack: Stack, model_dir: Path) -> None:
+    """Workers and engines are killed or stopped one after the other; one decode worker is left alone."""
+    draw, is_over = random.Random(8), threading.Event()
+    names = [f"prefill-{n + 1}" for n in range(NUM_PREFILL)] + [f"decode-{n + 1}" for n in range(NUM_DECODE - 1)]
+
+    def keep_asking(number: int) -> tuple[int, list[str]]:
+        """How many answers were right, and why others ended."""
+        num_right, reasons = 0, []
+        with stack.client() as client:
+            for prompt in prompts(1000 + number, 10_000):
+                if is_over.is_set():
+                    break
+                answer = ask_or_fail(client, prompt, NUM_TOKENS)
+                if isinstance(answer, BatonError):
+                    reasons.append(answer.message)
+                else:
+                    assert answer == simulated_answer(model_dir, prompt, NUM_TOKENS)
+                    num_right += 1
+        return num_right, reasons
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        clients = [pool.submit(keep_asking, number) for number in range(NUM_CLIENTS)]
+        try:
+            for _ in range(NUM_FAULTS):
+                name = draw.choice(names)
+                victim = named(stack, name if draw.random() < 0.5 else f"{name}.engine")
+                os.kill(victim, draw.choice([signal.SIGKILL, signal.SIGSTOP]))
+                time.sleep(FAULT_S)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGCONT)
+                names.remove(name)  # it may be starting
+        finally:
+            is_over.set()
+        found = [client.result() for client in clients]
+    num_right, reasons = sum(right for right, _ in found), [reason for _, some in found for reason in some]
+    assert num_right > NUM_CLIENTS
+    assert all(reasons)
+    assert len(reasons) <= NUM_FAULTS, reasons
+    wait_for("all workers are back", lambda: all(one.state is WorkerState.READY for one in stack.workers()))
 
 
 def test_the_stack_drains_and_leaves_nothing_behind(tmp_path: Path, model_dir: Path) -> None:
