@@ -33,11 +33,6 @@ WORKER_BUCKETS = (
 TOKEN_BUCKETS = (
     1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576,
 )  # fmt: skip
-REFUSALS = (
-    "requests", "key", "bytes", "streams", "tokens", "queue", "texts", "templates", "grammars", "connections",
-    "read ahead", "head size", "head time", "body size", "body time", "viewers",
-)  # fmt: skip
-"""Limits of a router, as `baton_router_refused_total` names them."""
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 
@@ -78,11 +73,8 @@ router_requests = Counter("baton_router_requests", "Requests that ended, by how 
 router_unauthenticated = Counter(
     "baton_router_unauthenticated", "Calls that were refused for want of a known API key.", ["interface"]
 )
-router_refused = _counter(
-    "baton_router_refused",
-    "Calls and connections that were refused because of a limit of the router.",
-    "limit",
-    REFUSALS,
+router_refused = Counter(
+    "baton_router_refused", "Calls and connections that were refused because of a limit of the router.", ["limit"]
 )
 router_answers = _counter(
     "baton_router_answers",

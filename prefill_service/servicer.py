@@ -178,6 +178,7 @@ async def _relay(
                 message = prefill_pb2.PrefillEvent(blocks_ready=convert.blocks_ready(event))
                 await stream.deliver(context.write(message))
             case m.TokensGenerated():
+                metrics.worker_queue.observe(event.queue_s, None if spans is None else {"trace_id": spans.own.trace_id})
                 metrics.worker_prompt_tokens.inc(num_prompt_tokens)
                 metrics.worker_cached_tokens.inc(event.num_cached_tokens)
                 first_token = _first_token(event, time.monotonic() - begin)

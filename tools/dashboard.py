@@ -19,10 +19,12 @@ from tools.generated import main
 PATH = Path(__file__).parents[1] / "helm" / "files" / "dashboard.json"
 WIDTH, COLUMNS, HEIGHT = 24, 3, 8
 
-ROUTER = 'namespace="$namespace"'
-PREFILL = 'namespace="$namespace",container=~"prefill|worker"'
-DECODE = 'namespace="$namespace",container=~"decode|worker"'
-WORKERS = 'namespace="$namespace",container=~"prefill|decode|worker"'
+ALL = 'namespace="$namespace"'
+ROUTER = f'{ALL},container="router"'
+AUTOSCALER = f'{ALL},container="autoscaler"'
+PREFILL = f'{ALL},container=~"prefill|worker"'
+DECODE = f'{ALL},container=~"decode|worker"'
+WORKERS = f'{ALL},container=~"prefill|decode|worker"'
 
 
 @dataclass(slots=True, frozen=True)
@@ -144,19 +146,19 @@ ROWS: dict[str, list[Panel]] = {
             (
                 (rate("baton_router_unauthenticated_total", ROUTER, "interface"), "no API key: {{interface}}"),
                 (rate("baton_router_refused_total", ROUTER, "limit"), "limit reached: {{limit}}"),
-                (rate("baton_file_reloads_total", ROUTER, "what, outcome"), "{{what}}: {{outcome}}"),
+                (rate("baton_file_reloads_total", ALL, "what, outcome"), "{{what}}: {{outcome}}"),
             ),
         ),
         Panel(
             "Spans of traces",
             "ops",
-            ((rate("baton_trace_spans_total", ROUTER, "outcome"), "{{outcome}}"),),
+            ((rate("baton_trace_spans_total", ALL, "outcome"), "{{outcome}}"),),
             "What is made and neither sent nor failed was dropped, because too many waited.",
         ),
         Panel(
             "Tasks of routers' and workers' event loops",
             "short",
-            ((total("baton_process_tasks", ROUTER, "pod"), "{{pod}}"),),
+            ((total("baton_process_tasks", ALL, "pod"), "{{pod}}"),),
         ),
     ],
     "Prefill": [
@@ -336,18 +338,18 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Changes",
             "ops",
-            ((rate("baton_autoscaler_scalings_total", ROUTER, "role, direction"), "{{role}} {{direction}}"),),
+            ((rate("baton_autoscaler_scalings_total", AUTOSCALER, "role, direction"), "{{role}} {{direction}}"),),
         ),
         Panel(
             "Refused by the cluster",
             "ops",
-            ((rate("baton_autoscaler_failures_total", ROUTER, "action"), "{{action}}"),),
+            ((rate("baton_autoscaler_failures_total", AUTOSCALER, "action"), "{{action}}"),),
         ),
         Panel(
             "Leader, and requests held for a first worker",
             "short",
             (
-                (total("baton_autoscaler_leads", ROUTER, "pod"), "{{pod}} leads"),
+                (total("baton_autoscaler_leads", AUTOSCALER, "pod"), "{{pod}} leads"),
                 (newest("baton_autoscaler_held_requests"), "held"),
             ),
         ),

@@ -34,8 +34,9 @@ pytestmark = [
 NAMESPACE = "prod"
 SCRAPE_S = 1
 RATE = "2m"  # for $__rate_interval
-DID_NOT_HAPPEN = {  # here: its series begin with the first time
+DID_NOT_HAPPEN = {  # here; nor do workers become sure enough of their times for a router to predict with them
     "baton_autoscaler_scalings_total",
+    "baton_router_measured_to_predicted_ratio_bucket",
     "baton_router_migrations_total",
     "baton_router_retries_total",
     "baton_router_unauthenticated_total",
@@ -82,7 +83,8 @@ def traffic(fleet: Fleet, seed: int) -> None:
     long = random_prompt(draw, 300)
     for prompt in (long, long, random_prompt(draw, 6), [*random_prompt(draw, 8)] * 12):
         assert ask(prompt).status_code == 200
-    assert ask(long, slo={"ttft_ms": 60_000, "tpot_ms": 0.001}).status_code == 200
+    for targets in ({"ttft_ms": 60_000, "tpot_ms": 0.001}, {"ttft_ms": 60_000}):  # missed, and met
+        assert ask(long, slo=targets).status_code == 200
     assert ask(long, temperature=-1).status_code == 400
     with ThreadPoolExecutor(16) as pool:
         statuses = set(pool.map(lambda _: ask(random_prompt(draw, 40)).status_code, range(16)))
@@ -110,8 +112,9 @@ def job(container: str, address: str) -> dict[str, Any]:
 
 
 async def gives_data(server: Prometheus, query: str) -> bool:
-    """Raises if the query cannot be run."""
-    return bool((await server.get("/api/v1/query", query=query))["result"])
+    """Whether there is a number among the answers. Raises if the query cannot be run."""
+    found = (await server.get("/api/v1/query", query=query))["result"]
+    return any(one["value"][1] != "NaN" for one in found)
 
 
 def base(name: str) -> str:

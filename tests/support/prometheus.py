@@ -64,18 +64,22 @@ async def prometheus(folder: Path, jobs: Sequence[Mapping[str, Any]], *features:
     with (folder / "log").open("wb") as log:
         command = [PROMETHEUS, *(f"--{name}={value}" for name, value in flags.items() if value)]
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    url = f"http://{address}"
     try:
         async with asyncio.timeout(WAIT_S):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection(*address.split(":"))
-                    break
-                except OSError:
-                    assert process.returncode is None, (folder / "log").read_text()
-                    await asyncio.sleep(0.1)
-        writer.close()
-        await writer.wait_closed()
-        yield Prometheus(f"http://{address}")
+            while not await asyncio.to_thread(_is_ready, url):
+                assert process.returncode is None, (folder / "log").read_text()
+                await asyncio.sleep(0.1)
+        yield Prometheus(url)
     finally:
         process.kill()
         await process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    """It listens before it answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=10):
+            return True
+    except OSError:
+        return False

@@ -83,6 +83,7 @@ COUNTED = {
     "remote": ("baton_worker_prompts_total", {"place": "remote"}),
     "prompt": ("baton_worker_prompt_tokens_total", {}),
     "output": ("baton_worker_output_tokens_total", {}),
+    "queued": ("baton_worker_queue_seconds_count", {}),
 }
 
 
@@ -97,13 +98,13 @@ async def test_prompts_and_tokens_are_counted(prefill: Front, decode: Front) -> 
     await read(decode.decode.Decode(request_of(prompt, [prefill], max_tokens=5)))
     await decode.settled()
     assert {what: number - before[what] for what, number in counted().items()} == {
-        "here": 0, "remote": 1, "prompt": 2 * len(prompt), "output": 5,
+        "here": 0, "remote": 1, "prompt": 2 * len(prompt), "output": 5, "queued": 2,
     }  # fmt: skip
     before = counted()
     await read(decode.decode.Decode(request_of(prompt, max_tokens=3)))
     await decode.settled()
     assert {what: number - before[what] for what, number in counted().items()} == {
-        "here": 1, "remote": 0, "prompt": len(prompt), "output": 3,
+        "here": 1, "remote": 0, "prompt": len(prompt), "output": 3, "queued": 1,
     }  # fmt: skip
 
 
