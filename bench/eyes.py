@@ -3,14 +3,15 @@ with nothing.
 
     python -m bench.eyes
 
-| | off | on |
-| --- | --- | --- |
-| metrics, the last requests and decisions | calls of them do nothing | counted and kept |
-| log | warnings | a line for each request that ends, and for each call (`--access-log 1`) |
-| traces | none | one request in a hundred, sent to a collector |
+| | off | quiet | on |
+| --- | --- | --- | --- |
+| metrics, the last requests and decisions | calls of them do nothing | counted and kept | counted and kept |
+| traces | none | one request in a hundred, sent to a collector | the same |
+| log of the router | warnings | warnings | a line for each request, and for each call (`--access-log 1`) |
 
-Both run at once and are asked in turns, by the same closed loop of requests. CPU time of a process does not depend on
-what else runs on the machine, but for caches; the difference of each pair is told with the lowest and the highest.
+All run at once and are asked in turns, by the same closed loop of requests. The CPU time of a process depends little on
+what else runs on the machine, but streams that are late send more tokens in one piece; so turns are short and many, and
+what is told is the median of the differences within a round, and the middle half of them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from engine.loading.embedded_model import ensure_model
 
 SAMPLE = 0.01  # of requests that are traced
 _TRACE_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-OFF, ON = "off", "on"
+OFF, QUIET, ON = "off", "quiet", "on"
 _SERVE = [sys.executable, "-m", "bench.eyes", "--serve"]
 Measure = Callable[[], float]
 """Asks for some seconds; µs of the process's CPU time for a request."""
@@ -106,10 +107,13 @@ def routers(tokenizer_dir: Path, load: _Load, logs: Path) -> Iterator[Mapping[st
     with contextlib.ExitStack() as stack:
         spans = stack.enter_context(collector())
         worker = stack.enter_context(workers(BATON, tokenizer_dir, load.step_ms, 1))[0]
-        seeing = ["--access-log=1", f"--trace-endpoint={spans}", f"--trace-sample={SAMPLE}"]
+        flags += [f"--decode={worker.address}"]
+        traced, unlogged = [f"--trace-endpoint={spans}", f"--trace-sample={SAMPLE}"], ["--log-level=warning"]
+        router = [sys.executable, "-m", "baton", "router", *flags]
         commands = {
-            OFF: [*_SERVE, "blind-router", "router", f"--decode={worker.address}", *flags, "--log-level=warning"],
-            ON: [sys.executable, "-m", "baton", "router", f"--decode={worker.address}", *flags, *seeing],
+            OFF: [*_SERVE, "blind-router", "router", *flags, *unlogged],
+            QUIET: [*router, *traced, *unlogged],
+            ON: [*router, *traced, "--access-log=1"],
         }
         found = {}
         for kind, command in commands.items():
@@ -138,10 +142,10 @@ def fronts(load: _Load, logs: Path) -> Iterator[Mapping[str, Measure]]:
     with contextlib.ExitStack() as stack:
         spans = stack.enter_context(collector())
         found, step_ms = {}, str(load.step_ms)
-        for kind, command in {OFF: ["blind-front", step_ms], ON: ["front", step_ms, spans]}.items():
+        for kind, command in {OFF: ["blind-front", step_ms], QUIET: ["front", step_ms, spans]}.items():
             log = stack.enter_context((logs / f"front-{kind}").open("wb"))
             fields = stack.enter_context(running([*_SERVE, *command], f"the worker ({kind})", log))
-            traced_share = SAMPLE if kind == ON else 0.0
+            traced_share = 0.0 if kind == OFF else SAMPLE
             found[kind] = partial(_of_front, int(fields["pid"]), fields["grpc"], traced_share, load)
         yield found
 
@@ -152,28 +156,35 @@ def _of_front(pid: int, address: str, traced_share: float, load: _Load) -> float
     return 1e6 * (own_cpu_s(pid) - before) / asked.num_requests
 
 
-def paired(measures: Mapping[str, Measure], repeats: int) -> list[tuple[float, float]]:
-    """Figures of off and on, `repeats` times in turns after a warm-up; who is first changes each time."""
-    pairs = []
+def in_turns(measures: Mapping[str, Measure], repeats: int) -> list[dict[str, float]]:
+    """Figures by kind, of `repeats` rounds after a warm-up. Each round begins with another kind."""
+    rounds, kinds = [], [*measures]
     for number in range(repeats + 1):
-        kinds = [OFF, ON] if number % 2 else [ON, OFF]
-        figures = {kind: measures[kind]() for kind in kinds}
+        first = number % len(kinds)
+        figures = {kind: measures[kind]() for kind in kinds[first:] + kinds[:first]}
         if number:
-            pairs.append((figures[OFF], figures[ON]))
-    return pairs
+            rounds.append(figures)
+    return rounds
 
 
-def print_pairs(found: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    table = Table(title="CPU time of a request, µs")
-    for title in ("process", "off", "on", "difference of a pair [lowest … highest]", "share"):
+def print_rounds(found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+    table = Table(title="CPU time of a request, µs; differences from off: median [middle half]")
+    for title in ("process", OFF, f"{QUIET} - {OFF}", f"{ON} - {OFF}"):
         table.add_column(title, justify="left" if title == "process" else "right")
-    for name, pairs in found.items():
-        off, on = (statistics.median(figures) for figures in zip(*pairs, strict=True))
-        more = sorted(seen - unseen for unseen, seen in pairs)
-        middle = statistics.median(more)
-        cells = (f"{off:.0f}", f"{on:.0f}", f"{middle:.0f} [{more[0]:.0f} … {more[-1]:.0f}]", f"{middle / off:.1%}")
+    for name, rounds in found.items():
+        cells = [f"{statistics.median(figures[OFF] for figures in rounds):.0f}"]
+        for kind in (QUIET, ON):
+            more = [figures[kind] - figures[OFF] for figures in rounds if kind in figures]
+            cells.append(_cell(more) if more else "")
         table.add_row(name, *cells)
     Console(width=110).print(table)
+
+
+def _cell(differences: Sequence[float]) -> str:
+    if len(differences) < 2:
+        return f"{differences[0]:.0f}"
+    low, middle, high = statistics.quantiles(differences, n=4, method="inclusive")
+    return f"{middle:.0f} [{low:.0f} … {high:.0f}]"
 
 
 def _serve(what: str, arguments: Sequence[str]) -> int:
@@ -192,10 +203,10 @@ def main() -> int:
         return _serve(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(prog="python -m bench.eyes", description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64, help=f"of an answer, at most {MAX_TOKENS}")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--tokens", type=int, default=16, help=f"of an answer, at most {MAX_TOKENS}")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
     parser.add_argument("--step-ms", type=int, default=10, help="between two tokens of a request")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     if not 1 <= args.tokens <= MAX_TOKENS:
         parser.error(f"--tokens: must be from 1 to {MAX_TOKENS}")
@@ -204,10 +215,10 @@ def main() -> int:
     found = {}
     with tempfile.TemporaryDirectory() as logs:
         with routers(tokenizer_dir, load, Path(logs)) as measures:
-            found["router, REST"] = paired(measures, args.repeats)
+            found["router, REST"] = in_turns(measures, args.repeats)
         with fronts(load, Path(logs)) as measures:
-            found["decode worker's front"] = paired(measures, args.repeats)
-    print_pairs(found)
+            found["decode worker's front"] = in_turns(measures, args.repeats)
+    print_rounds(found)
     return 0
 
 
