@@ -84,6 +84,7 @@ def _endings(settings: RouterSettings, process: RouterProcess, traces: Traces | 
         process.finished,
         process.in_flight,
         slow_s=None if slow_ms is None else slow_ms / 1000,
+        slow_factor=settings.slow_target_factor,
         spans=traces,
         with_content=settings.trace_content,
     )

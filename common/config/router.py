@@ -120,6 +120,12 @@ class ObserveSettings(TraceSettings, MetricsSettings):
     slow_request_ms: float | None = Field(
         None, gt=0, description="a request that takes longer has its timeline in the log, as a warning; none if unset"
     )
+    slow_target_factor: float | None = Field(
+        None,
+        gt=0,
+        description="so has one that takes longer than so many times one of its latency targets: 1 means each that "
+        "misses one; none if unset",
+    )
 
 
 class RouterSettings(

@@ -34,6 +34,18 @@ def note_outcome(request: GenerationRequest, progress: Progress, status: str, no
     progress.report.slo.CopyFrom(told)
 
 
+def exceeds(request: GenerationRequest, progress: Progress, factor: float, now: float) -> bool:
+    """Whether the request took longer than `factor` times one of its targets. Without a first token it took as long as
+    until `now`, in seconds of the monotonic clock."""
+    targets = request.slo.targets
+    if targets is None:
+        return False
+    first_at, tpot_ms = progress.first_token_at, progress.tpot_ms
+    first_ms = 1000 * ((now if first_at is None else first_at) - request.arrived_at)
+    is_late = targets.ttft_ms is not None and first_ms > factor * targets.ttft_ms
+    return is_late or (targets.tpot_ms is not None and tpot_ms is not None and tpot_ms > factor * targets.tpot_ms)
+
+
 def _fail(told: types_pb2.SloReport) -> None:
     """An answer that failed did not come in time: only a first token that did counts."""
     if told.targets.HasField("ttft_ms") and not told.HasField("ttft_met"):

@@ -20,7 +20,7 @@ from router.running.embedding import EmbedRequest
 from router.running.finished import Ending, Finished, in_words, stages
 from router.running.in_flight import InFlight
 from router.running.request import AnyRequest, GenerationRequest, Progress
-from router.running.slo import count_outcome, facts_of, note_outcome
+from router.running.slo import count_outcome, exceeds, facts_of, note_outcome
 from router.serving.request_spans import embedding_spans, request_spans
 
 log = logging.getLogger(__name__)
@@ -35,14 +35,17 @@ class Endings:
         in_flight: InFlight | None = None,
         *,
         slow_s: float | None = None,
+        slow_factor: float | None = None,
         spans: SpanSink | None = None,
         with_content: bool = False,
     ) -> None:
-        """`slow_s`: a request that takes longer has its timeline in the log; None: none has. `spans` takes those of
+        """`slow_s`: a request that takes longer has its timeline in the log; None: none has. `slow_factor`: so has one
+        that takes longer than so many times one of its latency targets. `spans` takes those of
         requests that are traced, `with_content` with prompts and answers."""
         self._finished = finished or Finished()
         self.in_flight = in_flight or InFlight()
         self._slow_s = slow_s
+        self._slow_factor = slow_factor
         self._spans = spans
         self._with_content = with_content
 
@@ -79,11 +82,18 @@ class Endings:
         if request.traced is not None and self._spans is not None:
             self._spans.export(_spans(request.traced, request, progress, ending, now))
             progress.texts = None  # spans alone tell them
-        if self._slow_s is not None and now - request.arrived_at > self._slow_s:
+        if self._is_slow(request, progress, now):
             timeline = in_words(stages(progress, request.arrived_at, now))
             log.warning("slow request", extra={**_facts(request, progress, ending, now), "timeline": timeline})
         elif log.isEnabledFor(logging.INFO):
             log.info(how, extra=_facts(request, progress, ending, now))
+
+    def _is_slow(self, request: AnyRequest, progress: Progress, now: float) -> bool:
+        if self._slow_s is not None and now - request.arrived_at > self._slow_s:
+            return True
+        if self._slow_factor is None or not isinstance(request, GenerationRequest):
+            return False
+        return exceeds(request, progress, self._slow_factor, now)
 
 
 class _Watching:

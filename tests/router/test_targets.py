@@ -21,7 +21,7 @@ from router.limits.clients import call_hints
 from router.limits.quotas import Quotas
 from router.limits.targets import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, GivenTargets, Slo
 from router.running.request import Progress
-from router.running.slo import note_outcome
+from router.running.slo import exceeds, note_outcome
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, sample
 from tests.router.test_answer import requests
@@ -268,10 +268,31 @@ def test_outcomes(
     assert (*met, pytest.approx(slo.tpot_ms) if slo.HasField("tpot_ms") else None) == expected
 
 
+@pytest.mark.parametrize(
+    ("progress", "now", "factor", "is_slow"),
+    [
+        (Progress(first_token_at=0.3, last_token_at=1.3, num_output_tokens=11), 1.3, 1.0, False),
+        (Progress(first_token_at=0.5, last_token_at=1.5, num_output_tokens=11), 1.5, 2.0, False),
+        (Progress(first_token_at=0.7, last_token_at=1.7, num_output_tokens=11), 1.7, 2.0, True),
+        (Progress(first_token_at=0.2, last_token_at=2.5, num_output_tokens=11), 2.5, 2.0, True),
+        (Progress(first_token_at=0.2, last_token_at=0.2, num_output_tokens=1), 9.0, 2.0, False),
+        (Progress(), 0.5, 2.0, False),
+        (Progress(), 0.7, 2.0, True),
+    ],
+)
+def test_a_request_is_slow_by_its_own_targets(progress: Progress, now: float, factor: float, *, is_slow: bool) -> None:
+    (plain,) = requests(1)
+    assert not exceeds(plain, progress, factor, now)
+    request = replace(plain, arrived_at=0.0, slo=Slo(LatencyTargets(300, 100.001)))
+    assert exceeds(request, progress, factor, now) == is_slow
+    only_first = replace(plain, arrived_at=0.0, slo=Slo(LatencyTargets(ttft_ms=300)))
+    assert exceeds(only_first, progress, 100.0, now) is False
+
+
 async def test_what_is_told(
     worker: FakeWorker, start_router: StartRouter, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    router = await start_router(worker, limits_file=str(path))
+    router = await start_router(worker, limits_file=str(path), slow_target_factor=1.0)
     met = {"class": "slow", "ttft": "met", "tpot": "met"}
     missed = {"class": "slow", "ttft": "missed", "tpot": "met"}
     with caplog.at_level(logging.INFO):
@@ -311,7 +332,8 @@ async def test_what_is_told(
         ["slow", SOON, LATE, False, True],
         ["slow", LATE, LATE, True, True],
     ]
-    lines = [vars(record) for record in caplog.records if record.message == "answered"]
+    lines = [vars(record) for record in caplog.records if record.message in ("answered", "slow request")]
+    assert ["timeline" in line for line in lines] == [False, True, False]
     assert (lines[1]["slo_class"], lines[1]["ttft_target"], lines[1]["tpot_target"]) == ("slow", "missed", "met")
     assert (lines[2]["slo_class"], "ttft_target" in lines[2]) == ("batch", False)
 
