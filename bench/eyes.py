@@ -12,21 +12,28 @@ with nothing.
 All run at once and are asked in turns, by the same closed loop of requests. The CPU time of a process depends little on
 what else runs on the machine, but streams that are late send more tokens in one piece; so turns are short and many, and
 what is told is the median of the differences within a round, and the middle half of them.
+
+Before that, what single parts take of a router's event loop: CPU time of this thread, the least of some repeats.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
+import logging
+import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import uvloop
@@ -41,7 +48,16 @@ from bench.router.process_cost import own_cpu_s
 from bench.router.systems import BATON, workers
 from bench.worker_front import MAX_TOKENS, Load, serve_front
 from common.config.worker import DEFAULT_MODEL, default_cache_dir
+from common.logs import TextFormatter
+from common.sampling import SamplingParams
+from common.tracing import Span, SpanSink, TraceContext, Traced, new_span_id, new_trace_id
+from common.types import FinishReason
 from engine.loading.embedded_model import ensure_model
+from protos.baton.v1 import types_pb2
+from router.api.access_log import AccessLog
+from router.fleet.served_model import ServedModel
+from router.running.request import Attempt, GenerationRequest, Progress
+from router.serving.endings import Endings
 
 SAMPLE = 0.01  # of requests that are traced
 _TRACE_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
@@ -156,6 +172,82 @@ def _of_front(pid: int, address: str, traced_share: float, load: _Load) -> float
     return 1e6 * (own_cpu_s(pid) - before) / asked.num_requests
 
 
+def parts(repeats: int = 15, calls: int = 200) -> dict[str, float]:
+    """µs of CPU time that a router's event loop takes to tell of one request."""
+    model, params = SimpleNamespace(limits=SimpleNamespace(model="a-model")), SamplingParams(max_tokens=64)
+    now = time.monotonic()
+    request = GenerationRequest(
+        request_id="0123456789abcdef0123456789abcdef",
+        model=cast("ServedModel", model),
+        prompt_token_ids=[1] * 200,
+        sampling_params=params,
+        arrived_at=now,
+        deadline=now + 600,
+    )
+    traced = replace(request, traced=Traced(TraceContext(new_trace_id(), new_span_id())))
+    access = AccessLog(1.0)
+
+    def least(tell: Callable[[Progress], None]) -> float:
+        best = math.inf
+        for _ in range(repeats):
+            made = [_progress(now) for _ in range(calls)]
+            start = time.thread_time()
+            for progress in made:
+                tell(progress)
+            best = min(best, time.thread_time() - start)
+        return 1e6 * best / calls
+
+    def ending(endings: Endings, of: GenerationRequest) -> Callable[[Progress], None]:
+        return lambda progress: endings.answered(of, progress, FinishReason.LENGTH)
+
+    def sent(spans: Sequence[Span]) -> None:
+        """The exporter's own thread does the rest."""
+
+    root, kept = logging.getLogger(), logging.getLogger().level
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(TextFormatter("router"))
+    root.addHandler(handler)
+    try:
+        root.setLevel(logging.WARNING)
+        quiet = least(ending(Endings(), request))
+        of_traced = least(ending(Endings(spans=cast("SpanSink", SimpleNamespace(export=sent))), traced))
+        root.setLevel(logging.INFO)
+        line = least(ending(Endings(), request))
+        call = least(lambda _: access.ended("rest", "POST /v1/chat/completions", "200", time.monotonic()))
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(kept)
+    return {
+        "metrics, and the ring of the last requests": quiet,
+        "its line in the log": line - quiet,
+        "the line of its call (--access-log)": call,
+        "spans, of a request that is sampled": of_traced - quiet,
+    }
+
+
+def _progress(now: float) -> Progress:
+    timings = types_pb2.Timings(queue_ms=3, prefill_queue_ms=2, prefill_ms=100, handoff_ms=10, first_decode_ms=5)
+    report = types_pb2.RequestReport(timings=timings, decode_worker="10.0.0.1:50061", prefill_worker="10.0.0.2:50061")
+    return Progress(
+        report=report,
+        queued_at=now,
+        turn_at=now,
+        first_token_at=now,
+        last_token_at=now,
+        num_output_tokens=64,
+        attempts=[Attempt("new", "10.0.0.1:50061", now, first_token_at=now)],
+    )
+
+
+def print_parts(found: Mapping[str, float]) -> None:
+    table = Table(title="CPU time of a router's event loop for each request, µs")
+    table.add_column("part")
+    table.add_column("µs", justify="right")
+    for name, cost_us in found.items():
+        table.add_row(name, f"{cost_us:.0f}")
+    Console(width=110).print(table)
+
+
 def in_turns(measures: Mapping[str, Measure], repeats: int) -> list[dict[str, float]]:
     """Figures by kind, of `repeats` rounds after a warm-up. Each round begins with another kind."""
     rounds, kinds = [], [*measures]
@@ -167,23 +259,23 @@ def in_turns(measures: Mapping[str, Measure], repeats: int) -> list[dict[str, fl
     return rounds
 
 
-def print_rounds(found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    table = Table(title="CPU time of a request, µs; differences from off: median [middle half]")
-    for title in ("process", OFF, f"{QUIET} - {OFF}", f"{ON} - {OFF}"):
-        table.add_column(title, justify="left" if title == "process" else "right")
-    for name, rounds in found.items():
-        cells = [f"{statistics.median(figures[OFF] for figures in rounds):.0f}"]
-        for kind in (QUIET, ON):
-            more = [figures[kind] - figures[OFF] for figures in rounds if kind in figures]
-            cells.append(_cell(more) if more else "")
-        table.add_row(name, *cells)
+def print_rounds(name: str, rounds: Sequence[Mapping[str, float]]) -> None:
+    table = Table(title=f"CPU time of {name}, µs for each request: medians [middle half]")
+    table.add_column("")
+    table.add_column("of it", justify="right")
+    table.add_column(f"more than {OFF}", justify="right")
+    for kind in (OFF, QUIET, ON):
+        figures = [one[kind] for one in rounds if kind in one]
+        if figures:
+            more = "" if kind == OFF else _cell([one[kind] - one[OFF] for one in rounds])
+            table.add_row(kind, _cell(figures), more)
     Console(width=110).print(table)
 
 
-def _cell(differences: Sequence[float]) -> str:
-    if len(differences) < 2:
-        return f"{differences[0]:.0f}"
-    low, middle, high = statistics.quantiles(differences, n=4, method="inclusive")
+def _cell(figures: Sequence[float]) -> str:
+    if len(figures) < 2:
+        return f"{figures[0]:.0f}"
+    low, middle, high = statistics.quantiles(figures, n=4, method="inclusive")
     return f"{middle:.0f} [{low:.0f} … {high:.0f}]"
 
 
@@ -204,21 +296,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.eyes", description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16, help=f"of an answer, at most {MAX_TOKENS}")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of each turn")
     parser.add_argument("--step-ms", type=int, default=10, help="between two tokens of a request")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=100)
     args = parser.parse_args()
     if not 1 <= args.tokens <= MAX_TOKENS:
         parser.error(f"--tokens: must be from 1 to {MAX_TOKENS}")
+    print_parts(parts())
     load = _Load(args.streams, args.tokens, args.seconds, args.step_ms)
     tokenizer_dir = ensure_model(DEFAULT_MODEL, default_cache_dir(), lambda line: print(line, file=sys.stderr))
-    found = {}
     with tempfile.TemporaryDirectory() as logs:
         with routers(tokenizer_dir, load, Path(logs)) as measures:
-            found["router, REST"] = in_turns(measures, args.repeats)
+            print_rounds("a router, over REST", in_turns(measures, args.repeats))
         with fronts(load, Path(logs)) as measures:
-            found["decode worker's front"] = in_turns(measures, args.repeats)
-    print_rounds(found)
+            print_rounds("a decode worker's front", in_turns(measures, args.repeats))
     return 0
 
 

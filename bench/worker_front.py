@@ -54,7 +54,7 @@ class Load:
     async def run(self, address: str) -> None:
         async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
-            stream = stub.DecodeMany()
+            stream = stub.DecodeMany(wait_for_ready=True)
             end, num_open = time.monotonic() + self._seconds, self._num_streams
             await stream.write(self._starts(num_open))
             async for message in stream:
