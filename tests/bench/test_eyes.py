@@ -38,6 +38,7 @@ def test_a_router_and_a_front_of_each_kind_answer() -> None:
     command = [sys.executable, "-m", "bench.eyes", "--streams=4", "--tokens=4", "--seconds=0.2", "--repeats=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert ["a router" in done.stdout, "worker's front" in done.stdout] == [True, True]
+    words = " ".join(done.stdout.split())
+    assert ["a router, over REST" in words, "a decode worker's front" in words] == [True, True], done.stdout
     rows = [line for line in done.stdout.splitlines() if any(f" {kind} " in line for kind in (OFF, QUIET, ON))]
     assert sum(any(map(str.isdecimal, row)) for row in rows) == 5, done.stdout
