@@ -245,7 +245,7 @@ class Scheduler:
         self._schedule_drafts(drafts, budget, output)
         prompts = deque(slack.order(others, now)) if others else deque()
         if self._waiting:
-            slack.look_ahead((*self._running, *self._waiting_room))
+            slack.look_ahead(self._running, self._waiting_room, now)
         can_admit = True
         if (overdue := slack.share_of_late(prompts, queue, now)) is not None:
             within = budget.within
@@ -299,7 +299,7 @@ class Scheduler:
         copies after the step, and a fetch into the block does not wait for that."""
         output, nothing = SchedulerOutput(), StepBudget(0, self.config.chunk_size)
         if self._slack is not None and self._slack.knows_times:
-            self._slack.look_ahead((*self._running, *self._waiting_room))
+            self._slack.look_ahead(self._running, self._waiting_room, now)
         while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):
             if not self._admit_one(request, nothing, output, now):
                 break

@@ -8,15 +8,17 @@ is best effort: it is due `BEST_EFFORT_S` after its arrival, so its slack shrink
 
     decodes    all, in a step that may take until the most urgent of them is due; best effort sits out a step that
                would be too long with it
-    prompts    running and waiting ones in one order; chunks are cut to the time that decodes and prompts before them
-               leave (`TimeBudget`)
+    prompts    running and waiting ones in one order, one after the other: while requests with targets come, a step has
+               tokens for one whole chunk; chunks are cut to the time that decodes and prompts before them leave
+               (`TimeBudget`)
     newcomers  wait while one more decode would make each step too long for the tightest TPOT target
     late       a prompt that cannot be in time, or that would make several others late, goes after all that can;
                best effort that has waited too long gets `LATE_SHARE` of the time, so nobody starves
 
 Orders by deadlines fail if there is more work than time, since then each request is begun when it is just too late
-(Buttazzo et al., 1995). So requests leave the order as soon as they are expected to be late, by what prompts have
-lately taken beside others. They are called late, and may be refused, only if even alone they would be.
+(Buttazzo et al., 1995). So requests leave the order as soon as they are expected to be late: by how many times as long
+as alone prompts have lately taken beside others or, if a prefill worker computes the prompt, by how often first tokens
+come from there. They are called late, and may be refused, only if even alone they would be.
 """
 
 from __future__ import annotations
@@ -83,9 +85,13 @@ class SlackPolicy:
         self._share_at: float | None = None  # when nothing was overdue, or such a prompt got its share
         self._watched: list[tuple[float, int, Request]] = []  # heap: when newcomers are late if they do not begin
         self._numbers = count()
+        self._targets_at = -math.inf  # when the last request with targets came
         self._ahead = _Rows()  # requests with a TPOT target that decode now or soon
         self._patient = _Rows()  # those without
         self._tightest = math.inf  # TPOT target of those
+        self._num_asked = 0  # prompts that prefill workers compute and that can still be in time
+        self._remote_s = 0.0  # from one first token of such a prompt to the next
+        self._remote_at = 0.0  # when the last one came, or the first of them was asked for
 
     @property
     def knows_times(self) -> bool:
@@ -107,6 +113,8 @@ class SlackPolicy:
         if self._time is None:
             request.pace = None
             return
+        if request.targets is not None:
+            self._targets_at = max(self._targets_at, request.arrival_time)
         pace = request.pace
         if pace is None:
             pace = request.pace = self._new_pace(request)
@@ -244,7 +252,9 @@ class SlackPolicy:
         pace.due = request.queue_time + BEST_EFFORT_S
 
     def _expected_s(self, request: Request, pace: Pace) -> float:
-        return pace.work_s if request.mode is RequestMode.REMOTE else pace.work_s * self._stretch
+        if request.mode is RequestMode.REMOTE and request.scheduled_time is None:
+            return (self._num_asked + 1) * self._remote_s  # those before it come first (Little's law)
+        return pace.work_s * self._stretch
 
     def _harm(self, request: Request, queue: SlackQueue, now: float) -> int:
         """How many of the next requests are late if this one goes first, and are not if it does not."""
@@ -273,6 +283,7 @@ class SlackPolicy:
         """The decodes that this step computes, and what is left beside them. `sums`: those of all `decodes`.
         `has_blocks`: no decode will take another one's blocks."""
         config, model = self._config, self._model
+        self._learn_remote(decodes, now)
         within, dues = math.inf, []
         alone = model.predict(sums).p90 + self._host_s if decodes else 0.0
         for one in decodes:
@@ -286,10 +297,33 @@ class SlackPolicy:
         if not has_blocks or len(decodes) > config.max_num_batched_tokens:
             due_of = dict(zip(decodes, dues, strict=True))
             chosen = sorted(chosen, key=lambda one: due_of[one])
+        has_targets = now - self._targets_at < BEST_EFFORT_S
         budget = TimeBudget(
-            config.max_num_batched_tokens, config.chunk_size, model, sums, max(within - self._host_s, 0.0)
+            config.max_num_batched_tokens,
+            config.chunk_size,
+            model,
+            sums,
+            max(within - self._host_s, 0.0),
+            # Prompts beside each other would all be done late, and the next one would wait for a long step.
+            num_of_prompts=config.chunk_size if has_targets else None,
         )
         return chosen, budget
+
+    def _learn_remote(self, decodes: Iterable[Request], now: float) -> None:
+        """How often first tokens come from prefill workers, while more than one is waited for."""
+        num_come = sum(
+            one.mode is RequestMode.REMOTE
+            and one.pace is not None
+            and one.pace.since is None
+            and one.num_output_tokens > 0
+            for one in decodes
+        )
+        if num_come and self._num_asked > num_come:
+            each_s = (now - self._remote_at) / num_come
+            self._remote_s += (each_s - self._remote_s) * LEARNING
+        if num_come or not self._num_asked:
+            self._remote_at = now
+        self._num_asked = max(self._num_asked - num_come, 0)
 
     def _due_and_limit(self, request: Request, now: float, alone: float) -> tuple[float, float]:
         """(when the next token of a decode is due, most seconds that this step may take for that)."""
@@ -389,12 +423,21 @@ class SlackPolicy:
 
     # ------------------------------------------------------------------------------------------- newcomers
 
-    def look_ahead(self, admitted: Iterable[Request]) -> None:
+    def look_ahead(self, running: Iterable[Request], parked: Iterable[Request], now: float) -> None:
         """Before requests are admitted: who decodes now or soon."""
         self._ahead, self._patient = _Rows(), _Rows()
         self._tightest = math.inf
-        for request in admitted:
+        for request in running:
             self._count_ahead(request)
+        self._num_asked = 0
+        for request in parked:
+            self._count_ahead(request)
+            self._count_asked(request, now)
+
+    def _count_asked(self, request: Request, now: float) -> None:
+        if request.mode is RequestMode.REMOTE and not request.num_output_tokens:
+            pace = self._pace(request)
+            self._num_asked += not pace.is_late and pace.target_due >= now
 
     def _count_ahead(self, request: Request) -> None:
         if request.mode is RequestMode.PREFILL or request.embed is not None:
@@ -447,6 +490,8 @@ class SlackPolicy:
             return
         self._count_ahead(request)
         pace = self._pace(request)
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            self._count_asked(request, now)
         if request.status is RequestStatus.RUNNING and not request.num_output_tokens:
             self._predict_work(request, pace)
             if pace.work_s > 0:

@@ -45,10 +45,19 @@ class StepBudget:
 class TimeBudget(StepBudget):
     """What a step may still take, in tokens and in predicted time: nine in ten such steps end within `within`."""
 
-    def __init__(self, num_tokens: int, chunk_size: int, time: BatchTime, decodes: StepShape, within: float) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        chunk_size: int,
+        time: BatchTime,
+        decodes: StepShape,
+        within: float,
+        num_of_prompts: int | None = None,
+    ) -> None:
         """`decodes`: the sums of the rows of one token that the step takes, whatever time that is. `within`: seconds;
-        chunks of prompts and drafts are cut to it."""
+        chunks of prompts and drafts are cut to it. `num_of_prompts`: most tokens of all prompts together."""
         super().__init__(num_tokens, chunk_size)
+        self._num_left_of_prompts = num_tokens if num_of_prompts is None else num_of_prompts
         self.within = within
         self.shape = decodes
         self._time = time
@@ -64,7 +73,10 @@ class TimeBudget(StepBudget):
 
     def chunk(self, num_missing: int, past: int = 0) -> int:
         most = super().chunk(num_missing)
-        if num_missing <= 1 or most < 1 or math.isinf(self.within):
+        if num_missing <= 1:
+            return most
+        most = min(most, self._num_left_of_prompts)
+        if most < 1 or math.isinf(self.within):
             return most
         num_new = self._time.tokens_within(self.within, self.shape, past, most)
         return num_new if num_new >= min(LEAST_CHUNK, most) else 0
@@ -80,6 +92,7 @@ class TimeBudget(StepBudget):
     def take(self, num_tokens: int, past: int = 0) -> None:
         super().take(num_tokens)
         if num_tokens > 1:
+            self._num_left_of_prompts -= num_tokens
             shape = self.shape
             self.shape = replace(
                 shape,

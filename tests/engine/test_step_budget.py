@@ -40,6 +40,15 @@ def test_time_bounds_chunks_and_drafts() -> None:
     assert budget.chunk(500) == 100
 
 
+def test_all_prompts_together_are_bounded_too() -> None:
+    time = linear_time(0.010, 0.001)
+    budget = TimeBudget(1000, chunk_size=100, time=time, decodes=StepShape(), within=math.inf, num_of_prompts=120)
+    budget.take(100)
+    assert (budget.chunk(500), budget.chunk(1)) == (20, 1)
+    budget.take(20)
+    assert (budget.chunk(500), budget.chunk(1), budget.fitting(5)) == (0, 1, 5)
+
+
 def test_a_step_of_few_tokens_takes_chunks_of_few() -> None:
     budget = TimeBudget(6, chunk_size=4, time=linear_time(0.010, 0.001), decodes=StepShape(), within=1.0)
     assert (budget.chunk(9), budget.is_spent) == (4, False)
