@@ -203,10 +203,8 @@ class LocalEngine:
     def answers(self, asks: Sequence[Ask]) -> Generator[Answer, None, None]:
         live: dict[str, _Live] = {}
         for index, ask in enumerate(asks):
-            first = self._prepare(ask)
-            for candidate in range(ask.params.num_candidates):
-                one = _Live(index, candidate, first.numbered(candidate, is_first=candidate == 0))
-                live[one.request.request_id] = one
+            for candidate, request in enumerate(self._prepare(ask)):
+                live[request.request_id] = _Live(index, candidate, request)
         with closing(self._events([one.command for one in live.values()], live)) as events:
             for event in events:
                 under_way = live.get(event.request_id)
@@ -224,7 +222,8 @@ class LocalEngine:
                         field = under_way.request.client_field(event.field)
                         raise error_of(event.grpc_code, event.reason, field=field)
 
-    def _prepare(self, ask: Ask) -> GenerationRequest:
+    def _prepare(self, ask: Ask) -> list[GenerationRequest]:
+        """One for each of its answers."""
         self._check_priority(ask.priority)
         if ask.slo_class:
             raise InvalidArgumentError("slo_class", "is for target, whose router knows the classes")
@@ -235,7 +234,7 @@ class LocalEngine:
             )
         else:
             prompt = self._prompt(ask.prompt, ask.name, keep=keep)
-        (request,) = self._preparation.requests(
+        requests = self._preparation.requests(
             self._model,
             [prompt],
             ask.params.options,
@@ -244,10 +243,9 @@ class LocalEngine:
             arrived_at=time.monotonic(),
             choices=Choices(n=ask.params.num_candidates),
         )
-        _done(
-            self._preparation.check_guided(request.sampling_params, request.sampling_field, request.tools, request.form)
-        )
-        return request
+        first = requests[0]
+        _done(self._preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form))
+        return requests
 
     def _prompt(
         self, prompt: str | list[int], name: str, *, has_answer: bool = True, keep: int | None = None

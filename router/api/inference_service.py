@@ -25,7 +25,7 @@ from router.limits.clients import call_hints
 from router.limits.targets import GivenTargets, given_in_body
 from router.running.embedding import check_num_inputs
 from router.running.request import GenerationRequest, Output, Prompt
-from router.serving.choices import candidates, likeliest, merged
+from router.serving.choices import likeliest
 from router.serving.gateway import Gateway
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -249,7 +249,7 @@ class InferenceService:
             if choices.are_compared:
                 sampling.setdefault("logprobs", 0)  # they decide which are the best
             hints = call_hints(_metadata(context))
-            (first,) = gateway.preparation.requests(
+            requests = gateway.preparation.requests(
                 model,
                 [prompt],
                 sampling,
@@ -267,14 +267,14 @@ class InferenceService:
                 choices_name=_choices_field,
                 is_whole=choices.are_compared,
             )
+            first = requests[0]
             await gateway.preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form)
-            requests = candidates([first], choices)
             shows_logprobs = request.sampling_params.HasField("logprobs")
             with (
                 gateway.generation.charged(requests, _choices_field(choices.field())),
                 gateway.admission.gate.bytes_held() as held,
             ):
-                outputs = merged(gateway.generation, requests, held.grow)
+                outputs = gateway.generation.outputs(requests, held.grow)
                 if choices.are_compared:
                     outputs = likeliest(outputs, choices, held.grow)
                 async with aclosing(outputs):

@@ -270,11 +270,11 @@ class Preparation:
         choices_name: FieldName = str,
         is_whole: bool = False,
     ) -> list[GenerationRequest]:
-        """One for each of a body's prompts. Validates all of it, `sampling` once. `timeout_s` is the client's own
-        deadline, counted from `arrived_at` and no longer than the router's; `client` is whose key came with the
-        request, `hints` what came beside it; `slo` are latency targets, checked; `choices` are asked for to each
-        prompt, and `choices_name` says how the client calls their fields. `is_whole`: whether answers are kept until
-        they are whole."""
+        """One for each answer to each of a body's prompts; answers to one prompt are side by side. Validates all of it,
+        `sampling` once. `timeout_s` is the client's own deadline, counted from `arrived_at` and no longer than the
+        router's; `client` is whose key came with the request, `hints` what came beside it; `slo` are latency targets,
+        checked; `choices` are asked for to each prompt, and `choices_name` says how the client calls their fields.
+        `is_whole`: whether answers are kept until they are whole."""
         if request_id:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
@@ -295,7 +295,7 @@ class Preparation:
         params, wire = _checked(model, sampling, name), SamplingMessages()
         traced = self._begin_trace(hints.traceparent, hints.tracestate) if hints is not None else None
         made: list[GenerationRequest] = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             own = self._fitted(
                 params,
                 sampling,
@@ -334,7 +334,8 @@ class Preparation:
                 charge=Charge(len(prompt.token_ids)),
                 traced=traced if traced is None or not made else traced.sibling(),
             )
-            made.append(request)
+            first = number * choices.num_candidates
+            made += [request.numbered(first + one, is_first=one == 0) for one in range(choices.num_candidates)]
         return made
 
     def _fitted(

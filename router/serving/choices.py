@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.choices import Choices
 from common.types import SampledToken
 from router.running.request import GenerationRequest, Output, Siblings
-from router.serving.generation import Generation
 
 MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
 
@@ -22,13 +22,12 @@ Outputs = AsyncGenerator[tuple[int, Output], None]
 """Pieces of answers as they come, each with the index of its answer."""
 
 
-def candidates(requests: Sequence[GenerationRequest], choices: Choices) -> list[GenerationRequest]:
-    """One request for each answer. `requests`: one for each prompt. Answers to one prompt are side by side."""
-    return [
-        request.numbered(number * choices.num_candidates + index, is_first=index == 0)
-        for number, request in enumerate(requests)
-        for index in range(choices.num_candidates)
-    ]
+class Generates(Protocol):
+    """What generates single answers (`Generation`)."""
+
+    def generate(self, request: GenerationRequest, index: int = 0) -> Outputs: ...
+
+    async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]: ...
 
 
 async def likeliest(outputs: Outputs, choices: Choices, hold: Hold) -> Outputs:
@@ -72,7 +71,7 @@ class _Scores:
             self.pieces.clear()
 
 
-async def _answer(generation: Generation, request: GenerationRequest, index: int, scores: _Scores | None) -> Outputs:
+async def _answer(generation: Generates, request: GenerationRequest, index: int, scores: _Scores | None) -> Outputs:
     """Outputs of `request`, the `index`-th. `scores`: of its prompt, if a client wants them.
 
     A further answer begins when the first one has all of the prompt's logprobs, and finds the prompt's KV blocks on the
@@ -101,16 +100,10 @@ def _shared_scores(requests: Sequence[GenerationRequest], hold: Hold) -> dict[Si
     }
 
 
-def merged(generation: Generation, requests: Sequence[GenerationRequest], hold: Hold) -> Outputs:
+async def side_by_side(generation: Generates, requests: Sequence[GenerationRequest], hold: Hold) -> Outputs:
     """Outputs of all requests as they come, those of beam searches when they are done. All answers to a prompt have its
     logprobs, although only the first one asked for them: `hold` is told of them. The first failure ends all of them. A
     reader that is slow holds up these requests, and nothing else piles up here."""
-    if len(requests) == 1 and requests[0].beams is None:
-        return generation.generate(requests[0])  # as it is: a generator between would cost each piece 0.1 µs
-    return _side_by_side(generation, requests, hold)
-
-
-async def _side_by_side(generation: Generation, requests: Sequence[GenerationRequest], hold: Hold) -> Outputs:
     queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(MAX_AHEAD)
     scores = _shared_scores(requests, hold)
 

@@ -27,7 +27,8 @@ from router.api.rest.openai.formats import AnswerFormat, ChatFormat, CompletionF
 from router.api.rest.openai.large_json import json_parts
 from router.fleet.served_model import ServedModel
 from router.running.request import GenerationRequest, Output
-from router.serving.choices import MAX_AHEAD, candidates, merged
+from router.serving.choices import MAX_AHEAD, side_by_side
+from router.serving.generation import Generation
 from tests.router.conftest import StartRouter
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer, vocab_size
 from tests.support.fake_worker import FakeWorker
@@ -47,6 +48,8 @@ class FakeGeneration:
         self.num_given = 0
         self.running: set[str] = set()
         self.fails: str = ""  # id of the request that fails at once
+
+    outputs = Generation.outputs
 
     async def generate(self, request: GenerationRequest, index: int = 0) -> AsyncGenerator[tuple[int, Output], None]:
         self.running.add(request.request_id)
@@ -89,7 +92,7 @@ async def turns(num: int) -> None:
 
 async def test_a_slow_reader_holds_up_its_own_choices() -> None:
     generation = FakeGeneration()
-    async with aclosing(merged(generation, requests(8), keep)) as outputs:  # type: ignore[arg-type]
+    async with aclosing(side_by_side(generation, requests(8), keep)) as outputs:  # type: ignore[arg-type]
         for _ in range(3):
             await anext(outputs)
             await turns(200)
@@ -102,7 +105,7 @@ async def test_readers_that_leave_while_all_wait_end_all_of_them() -> None:
     generation = FakeGeneration()
 
     async def read() -> None:
-        async with aclosing(merged(generation, requests(40), keep)) as outputs:  # type: ignore[arg-type]
+        async with aclosing(side_by_side(generation, requests(40), keep)) as outputs:  # type: ignore[arg-type]
             await anext(outputs)
             await asyncio.Event().wait()
 
@@ -120,7 +123,7 @@ async def test_the_first_failure_ends_all_of_them() -> None:
     generation.fails = "30"
 
     async def read() -> None:
-        async with aclosing(merged(generation, requests(40), keep)) as outputs:  # type: ignore[arg-type]
+        async with aclosing(side_by_side(generation, requests(40), keep)) as outputs:  # type: ignore[arg-type]
             async for _ in outputs:
                 pass
 
@@ -135,8 +138,8 @@ async def test_prompt_logprobs_are_held_only_for_further_answers(num: int) -> No
     request = replace(request, prompt_token_ids=[1] * 5, sampling_params=SamplingParams(prompt_logprobs=1))
     pieces = [Output(text="", tokens=[], prompt_logprobs=sampled("ab")) for _ in range(2)]
     generation = FakeGeneration([*pieces, Output(text="x", tokens=sampled("x"), finish_reason=FinishReason.STOP)])
-    answers, held = candidates([request], Choices(n=num)), list[int]()
-    outputs = merged(generation, answers, held.append)  # type: ignore[arg-type]
+    answers, held = [request.numbered(one, is_first=one == 0) for one in range(num)], list[int]()
+    outputs = side_by_side(generation, answers, held.append)  # type: ignore[arg-type]
     scored = Counter([index async for index, output in outputs if output.prompt_logprobs])
     assert scored[0] == 2
     assert held == ([piece.num_kept_bytes for piece in pieces] if num > 1 else [])
@@ -146,7 +149,7 @@ async def test_prompt_logprobs_are_held_only_for_further_answers(num: int) -> No
 
     if num > 1:
         with pytest.raises(OverloadedError):
-            _ = [output async for output in merged(generation, answers, refuse)]  # type: ignore[arg-type]
+            _ = [output async for output in side_by_side(generation, answers, refuse)]  # type: ignore[arg-type]
 
 
 def sampled(text: str) -> list[SampledToken]:

@@ -28,7 +28,6 @@ from router.preparing.preparation import Preparation
 from router.running import request as asking
 from router.running.request import GenerationRequest, Prompt
 from router.running.threads import SHORT, TextThreads
-from router.serving.choices import candidates
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
 from text.conversation import MAX_CALLS, MAX_PARTS, MAX_TOOLS, MAX_VALUES, Conversation, Tool, make_tools
 
@@ -291,7 +290,7 @@ def asked(sampling: Json, num_prompts: int) -> list[GenerationRequest]:
     choices = Choices(n=2)
     made = preparation.requests(MODEL, prompts, sampling, arrived_at=0.0, choices=choices)
     threads.close()
-    return candidates(made, choices)
+    return made
 
 
 def test_long_lists_are_checked_and_converted_once_for_all_answers_to_a_body(num_calls: Counter[str]) -> None:

@@ -19,7 +19,7 @@ from router.api.rest.openai.echo import Echo, EchoedPrompt
 from router.api.rest.openai.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, prompt_logprob, usage
 from router.api.rest.openai.large_json import JsonList
 from router.running.request import OBJECT_BYTES, GenerationRequest, Output
-from router.serving.choices import Hold, merged
+from router.serving.choices import Hold
 from router.serving.generation import Generation
 from text.text_offsets import TextOffsets
 
@@ -116,7 +116,7 @@ class CompletionAnswer:
 
     async def whole(self) -> JsonObject:
         """The whole answer, as `json_parts` takes it."""
-        async with aclosing(merged(self._generation, self._requests, self._hold)) as outputs:
+        async with aclosing(self._generation.outputs(self._requests, self._hold)) as outputs:
             async for index, output in outputs:
                 self._add(self._choices[index], output)
         choices = []
@@ -184,7 +184,7 @@ class CompletionAnswer:
         started = False
         with within:
             try:
-                async with aclosing(merged(self._generation, self._requests, self._hold)) as outputs:
+                async with aclosing(self._generation.outputs(self._requests, self._hold)) as outputs:
                     async for index, output in outputs:
                         if not started:
                             for event in self._opening():

@@ -27,7 +27,7 @@ from router.limits.admission import Ending
 from router.limits.clients import CallHints, call_hints
 from router.limits.gate import HeldBytes
 from router.running.request import GenerationRequest, Prompt
-from router.serving.choices import Hold, candidates
+from router.serving.choices import Hold
 from router.serving.gateway import Gateway
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
@@ -182,10 +182,9 @@ class GenerationHandlers:
         )
         first, check = requests[0], self._gateway.preparation.check_guided
         await check(first.sampling_params, first.sampling_field, first.tools, first.form)
-        choices = candidates(requests, body.choices)
         field = "prompt" if len(given) > 1 else body.choices.field()
-        within.enter_context(self._gateway.generation.charged(choices, field))
-        answer = make_answer(choices, request_id, hold)
+        within.enter_context(self._gateway.generation.charged(requests, field))
+        answer = make_answer(requests, request_id, hold)
         if body.stream:
             within.callback(_count_failure, answer, ending)
         return answer
