@@ -63,7 +63,7 @@ $(PACKAGED): $(STAMP)
 	@touch $@
 
 # More processes than cores: many tests wait more than they compute. A file stays together, for what its tests share.
-PYTEST := $(BIN)/python -m pytest --dist=loadfile
+PYTEST := $(BIN)/python -m pytest --dist=loadfile --hypothesis-profile=thorough
 # Of these folders they run nothing, so they do not read them: each process would take seconds for what they import.
 NOT_READ := --ignore=tests/abuse --ignore=tests/clients --ignore=tests/gpu --ignore=tests/kube
 OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abuse
@@ -81,11 +81,12 @@ test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack
 	@$(BIN)/python -m pytest --forks=4 --early=tests/newcomer -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" \
 		$(NOT_READ) --ignore=tests/integration --ignore=tests/engine/kernels --ignore=tests/models tests
 
-test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core, real processes in every way a request can go; the quick ones of kernels and models
+test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core, real processes in every way a request can go; the quick ones of kernels and models; properties further
 	@# Two processes: each keeps one stack (3 GiB) and starts others of up to five engines (1.3 GiB each) beside it.
 	@$(PYTEST) --numprocesses=2 -m "(slow or integration) and $(TIERS) and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/engine/kernels --ignore=tests/models tests
-	@# By processes of their own: what they keep would be missing for the stacks above.
-	@$(PYTEST) --numprocesses=4 -m "$(QUICK) and (kernels or models)" $(NOT_READ) tests
+	@# By processes of their own: what they keep would be missing for the stacks above. Properties are tried further.
+	@$(BIN)/python -m pytest --forks=4 --hypothesis-profile=thorough -m "$(QUICK) and (kernels or models or hypothesis) and $(OTHER_TARGETS)" \
+		$(NOT_READ) --ignore=tests/integration tests
 
 test-all: test test-slow ## Both (12 minutes on two cores); kernels, models and features have targets of their own
 

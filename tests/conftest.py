@@ -21,8 +21,12 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 if importlib.util.find_spec("hypothesis"):  # the bare machine of `make test-gpu` may lack it
     import hypothesis
 
-    hypothesis.settings.register_profile("baton", deadline=None)  # no test depends on how fast the machine is
-    hypothesis.settings.load_profile("baton")
+    from tests.examples import QUICK, THOROUGH
+
+    # No test depends on how fast the machine is. `make test-slow` asks for the second profile.
+    hypothesis.settings.register_profile("quick", deadline=None, max_examples=QUICK)
+    hypothesis.settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
+    hypothesis.settings.load_profile("quick")
 
 pytest_plugins = ["tests.sample", "tests.first_imports", "tests.forked_processes", "tests.longest_first"]
 

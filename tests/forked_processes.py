@@ -75,7 +75,9 @@ class Forks:
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
         if self._early is not None and not session.config.option.collectonly:
             self._start(session, self._early)
-        result = yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TOKENIZERS_PARALLELISM", "false")  # so that they start no threads; they may in a test
+            result = yield
         if not session.config.option.collectonly:
             _warm_up()
             gc.freeze()
@@ -86,8 +88,9 @@ class Forks:
         option = session.config.option
         if option.collectonly or (session.testsfailed and not option.continue_on_collection_errors):
             return None  # pytest's own says so
-        if others := [one.name for one in threading.enumerate() if one is not threading.current_thread()]:
-            raise pytest.UsageError(f"--forks: modules of tests start threads, which forks lack: {others}")
+        if (num := len(os.listdir("/proc/self/task"))) > 1:
+            names = [one.name for one in threading.enumerate() if one is not threading.current_thread()]
+            raise pytest.UsageError(f"--forks: modules of tests start {num - 1} threads, which forks lack: {names}")
         terminal: Any = session.config.pluginmanager.getplugin("terminalreporter")
         terminal.showfspath = False  # tests of several files end in turn
         for path, numbers in groupby(range(len(session.items)), lambda number: session.items[number].path):

@@ -102,4 +102,4 @@ def test_threads_would_be_missing(tmp_path: Path) -> None:
     text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='mine').start()\n"
     status, output = run(tmp_path, "--forks=1", **{"test_a.py": text + "def test_a(): pass\n"})
     assert status == 4
-    assert "modules of tests start threads, which forks lack: ['mine']" in output
+    assert "modules of tests start 1 threads, which forks lack: ['mine']" in output

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from common.guided import Guided, check_grammar, grammar_of
+from tests.examples import examples
 
 BYTES = LLTokenizer("byte")
 
@@ -353,7 +354,7 @@ BOUND = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(st.tuples(st.sampled_from(BOUNDS), BOUND), min_size=1, max_size=3), st.sampled_from(["number", "integer"])
 )
@@ -430,7 +431,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(_schemas(SCHEMAS), SCHEMAS, SCHEMAS)
 def test_what_is_accepted_is_valid_and_what_is_valid_is_accepted(schema: dict[str, Any], a: Any, b: Any) -> None:
     """Or the schema is refused. Of branches of oneOf that overlap, some of what is valid may be left out."""

@@ -13,6 +13,7 @@ from engine.blocks.block_manager import BlockManager
 from engine.blocks.counts import CacheCounts
 from engine.blocks.host_tier import BlockCopy, BlockCopyKind
 from engine.request import Request
+from tests.examples import examples
 
 ROOT = root_hash("test")
 
@@ -556,4 +557,4 @@ class Lifecycle(RuleBasedStateMachine):
 
 
 TestLifecycle = Lifecycle.TestCase
-TestLifecycle.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLifecycle.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

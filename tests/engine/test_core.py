@@ -13,6 +13,7 @@ from common.types import FinishReason
 from engine import messages as m
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
+from tests.examples import examples
 from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 prompts = st.lists(st.integers(0, 20), min_size=1, max_size=30)
@@ -167,7 +168,7 @@ def test_preempted_requests_give_the_reference_answer(mode: str) -> None:
     assert_idle(core)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     requests=st.lists(st.tuples(prompts, st.integers(1, 12)), min_size=1, max_size=8),
     num_blocks=st.integers(11, 30),
@@ -213,7 +214,7 @@ def test_any_mixture_gives_the_reference_answers(
     assert_idle(core)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     requests=st.lists(st.tuples(prompts, st.integers(1, 8)), min_size=2, max_size=6),
     released=st.integers(0, 5),

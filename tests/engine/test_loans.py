@@ -17,6 +17,7 @@ from kv_store.base import BlockRef, ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.test_remote_kv import GREEDY, Pair
 from tests.engine.test_shared_fetches import HeedlessMemory, SlowMemory
+from tests.examples import examples
 from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 FIRST_PROMPT = list(range(10))  # two full blocks, and a tail
@@ -353,7 +354,7 @@ def test_a_loan_ends_once_and_unknown_ones_are_ignored() -> None:
 Moment = st.integers(0, 12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(cancel_at=st.none() | Moment, deliveries=st.lists(st.integers(0, 3), max_size=6), fails=st.booleans())
 def test_no_block_leaks_whenever_it_ends(cancel_at: int | None, deliveries: list[int], fails: bool) -> None:
     slow = SlowMemory(ConnectorConfig(epoch="prefill", worker_id="test-prefill"))

@@ -16,6 +16,7 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from kv_store.base import BlockRef, LocalBlock
+from tests.examples import examples
 from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -325,7 +326,7 @@ def test_a_prefill_marks_the_tail_that_is_not_full(num_tokens: int, marks: list[
     assert published == marks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 9)), min_size=1, max_size=6
@@ -505,7 +506,7 @@ def begun_in_mid_step(requests: list[tuple[list[int], int, int, bool]], released
     assert_idle(pair.decode)
 
 
-test_requests_that_begin_in_mid_step_get_the_reference_answers = settings(max_examples=40, deadline=None)(
+test_requests_that_begin_in_mid_step_get_the_reference_answers = settings(max_examples=15, deadline=None)(
     BEGUN_IN_MID_STEP(begun_in_mid_step)
 )
 test_requests_that_begin_in_mid_step_get_the_reference_answers_many_times = pytest.mark.slow(

@@ -436,7 +436,7 @@ def any_order_of_events(
     pair.assert_idle()
 
 
-test_any_order_of_events_gives_the_reference_answers = settings(max_examples=40, deadline=None)(
+test_any_order_of_events_gives_the_reference_answers = settings(max_examples=15, deadline=None)(
     ANY_ORDER_OF_EVENTS(any_order_of_events)
 )
 test_any_order_of_events_gives_the_reference_answers_many_times = pytest.mark.slow(

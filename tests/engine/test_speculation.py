@@ -22,6 +22,7 @@ from engine.speculation.record import PROBE_STEPS, DraftRecord
 from engine.speculation.speculation import Speculation
 from engine.speculation.step_cost import cost_by_rows, free_rows
 from tests.common.test_batch_time import KEY
+from tests.examples import examples
 from tests.support.fake_device import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -224,7 +225,7 @@ def test_a_release_in_mid_step_disturbs_nobody() -> None:
     assert_idle(core)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     requests=st.lists(st.tuples(prompts, st.integers(1, 24), st.booleans()), min_size=1, max_size=8),
     errs_at=st.integers(1, 12),

@@ -32,6 +32,7 @@ from kv_store.memory import MemoryConnector
 from tests.engine.fake_flashinfer import fake_flashinfer
 from tests.engine.kernels.variants import VARIANTS, kernels
 from tests.engine.test_model_attention import NUM_BLOCKS, SHAPE, SPEC, make_backend
+from tests.examples import examples
 from tests.support.fake_device import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 
 WINDOWS = (0, 1, 3, 4, 9, 40)
@@ -179,7 +180,7 @@ class KeptTables(RuleBasedStateMachine):
 
 
 TestKeptTables = KeptTables.TestCase
-TestKeptTables.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestKeptTables.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)
 
 
 class CheckingDevice(FakeDevice):
@@ -190,7 +191,7 @@ class CheckingDevice(FakeDevice):
         return super().begin(step)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=6),
     num_blocks=st.integers(12, 30),

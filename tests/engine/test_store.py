@@ -29,6 +29,7 @@ from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.sharded_files import ShardedFiles
+from tests.examples import examples
 from tests.kv_store.stored import hanging, hanging_writes, path_of
 from tests.support.fake_device import PATIENCE_S, SPEC, FakeDevice, add, assert_idle, make_core, reference, tokens_of
 
@@ -541,7 +542,7 @@ def run_to_end(core: EngineCore) -> list[m.Event]:
     return events
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25), st.integers(1, 9)), min_size=3, max_size=12),
     num_blocks=st.integers(20, 26),  # of one conversation at its longest: 19

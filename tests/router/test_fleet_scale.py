@@ -22,6 +22,7 @@ from router.policy.base import RoutingDecision, RoutingRequest
 from router.policy.candidates import FEW, _Walk
 from router.policy.embedding import least_loaded
 from router.policy.registry import create_policy
+from tests.examples import examples
 from tests.router.plain_policy import PlainPolicy, plain_least_loaded
 
 POLICIES = ("least_load", "power_of_two", "prefix_aware", "round_robin", "session")
@@ -124,7 +125,7 @@ def told(pick: Callable[..., RoutingDecision | Endpoint], *args: object) -> obje
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32))
 def test_decisions_are_those_of_looking_at_all(name: str, seed: int) -> None:
     draw = Random(seed)

@@ -25,6 +25,7 @@ from router.limits.demand import Demand
 from router.limits.gate import Gate
 from router.running.request import GenerationRequest, NewTokens, Output, Progress
 from router.serving.generation import Generation
+from tests.examples import examples
 from tests.router import chat_templates
 from tests.router.test_answer import keep, requests
 from tests.router.tiny_tokenizer import byte_ids, eos_id, tiny_tokenizer
@@ -134,7 +135,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, len(TOKEN_IDS) - 1), max_size=12))
 async def test_how_many_tokens_come_together_makes_no_difference(case: dict[str, Any], cuts: list[int]) -> None:
     asked = request(**case)

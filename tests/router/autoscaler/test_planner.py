@@ -22,6 +22,7 @@ from router.autoscaler.planner import Bounds, Planner, PlannerOptions
 from router.autoscaler.rules import Needs, TargetRules, Targets
 from router.autoscaler.signals import ROLES, FleetSignals, Need, RoleSignals
 from simulation.rough_fleet import Hardware, Slo
+from tests.examples import examples
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -118,7 +119,7 @@ def busy(num_workers: int = 1) -> FleetSignals:
 needs = st.floats(0, 50, allow_nan=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.1, 60), needs, needs), min_size=1, max_size=40),
     st.integers(0, 3),
@@ -140,7 +141,7 @@ def test_desired_stays_within_bounds_once_it_is_there(
             assert max(fewest, 0) <= decision.desired <= most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.floats(0, 20, allow_nan=False), st.integers(1, 20))
 def test_a_constant_need_is_met_and_then_nothing_changes(need: float, start: int) -> None:
     rules = FixedRules()
@@ -158,7 +159,7 @@ def test_a_constant_need_is_met_and_then_nothing_changes(need: float, start: int
     assert len(changes) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.sampled_from([4.0, 5.0, 6.0, 7.0, 8.0]), min_size=5, max_size=60))
 def test_a_need_that_swings_within_the_window_never_brings_replicas_down(swings: list[float]) -> None:
     rules = FixedRules()
@@ -172,7 +173,7 @@ def test_a_need_that_swings_within_the_window_never_brings_replicas_down(swings:
         desired = decision.desired
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.floats(0, 12), st.floats(0, 6), st.integers(1, 10))
 def test_silent_workers_alone_change_nothing(known: float, unknown: float, current: int) -> None:
     rules = FixedRules()
