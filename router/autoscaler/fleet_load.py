@@ -22,7 +22,7 @@ from protos.messages import value_of
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
 from router.fleet.discovery.base import Discovery, Found
-from router.fleet.patience import PATIENCE
+from router.fleet.patience import PATIENCE, Patience
 from router.fleet.reports import reports, why_unread
 from router.fleet.worker_info import batch_time_of
 
@@ -83,9 +83,11 @@ class FleetLoad:
         channels: Channels | None = None,
         vital: VitalTasks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        patience: Patience = PATIENCE,
     ) -> None:
         """`vital` is told what ends discovery, or the reading of one worker or router, if anything does."""
         self._clock = clock
+        self._patience = patience
         self._vital = vital or VitalTasks()
         self._window_s = arrival_window_s
         self._channels = channels or Channels()
@@ -168,7 +170,7 @@ class FleetLoad:
                     worker.load, worker.state = value_of(load, WorkerLoad), state_of(load.state)
                     worker.reported_at = self._clock()
                     if load.batch_time_version and worker.may_be_asked(load):
-                        worker.ask_again_at = worker.reported_at + PATIENCE.model_s
+                        worker.ask_again_at = worker.reported_at + self._patience.model_s
                         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
                         time = batch_time_of(info)
                         worker.prompt_rate = None if time is None else prompt_rate(time)

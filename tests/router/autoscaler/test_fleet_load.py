@@ -9,15 +9,14 @@ import pytest
 from common.batch_time_file import encode
 from common.types import WorkerRole
 from protos.baton.v1 import worker_pb2
-from router.autoscaler import fleet_load
 from router.autoscaler.fleet_load import CHUNK, FleetLoad
 from router.fleet.discovery.sources import discover
+from router.fleet.patience import Patience
 from tests.router.test_costs import model
 from tests.support.fake_worker import FakeWorker
 
 
-async def test_a_worker_s_rate_is_what_its_model_of_time_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_load, "MODEL_S", 0.1)
+async def test_a_worker_s_rate_is_what_its_model_of_time_says() -> None:
     worker = FakeWorker(WorkerRole.PREFILL)
     await worker.start()
     fleet = FleetLoad(
@@ -25,6 +24,7 @@ async def test_a_worker_s_rate_is_what_its_model_of_time_says(monkeypatch: pytes
         discover((), key="decode"),
         discover((), key="routers"),
         arrival_window_s=10,
+        patience=Patience(model_s=0.1),
     )
     fleet.start()
 
