@@ -47,6 +47,11 @@ def test_metrics_exist() -> None:
     assert named <= known, named - known
 
 
+def test_every_alert_has_its_symptom() -> None:
+    rules = re.findall(r"alert: (\w+)", (ROOT / "helm/files/alerts.yaml").read_text())
+    assert quoted(TEXT, r"^Baton[A-Z]\w+$") == set(rules)
+
+
 def test_panels_exist() -> None:
     known = {f"{row} / {panel.title}" for row, panels in dashboard.ROWS.items() for panel in panels}
     named = set(re.findall(r"\*([A-Z][A-Za-z ]+ / [^*\n]+)\*", TEXT))
