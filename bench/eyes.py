@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import logging
 import math
 import statistics
@@ -203,20 +202,20 @@ def parts(repeats: int = 15, calls: int = 200) -> dict[str, float]:
     def sent(spans: Sequence[Span]) -> None:
         """The exporter's own thread does the rest."""
 
-    root, kept = logging.getLogger(), logging.getLogger().level
-    handler = logging.StreamHandler(io.StringIO())
-    handler.setFormatter(TextFormatter("router"))
-    root.addHandler(handler)
-    try:
+    with contextlib.ExitStack() as stack:
+        root, kept = logging.getLogger(), logging.getLogger().level
+        file = stack.enter_context(tempfile.TemporaryFile("w"))  # each line is a write of its own, as to standard error
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(TextFormatter("router"))
+        root.addHandler(handler)
+        stack.callback(root.setLevel, kept)
+        stack.callback(root.removeHandler, handler)
         root.setLevel(logging.WARNING)
         quiet = least(ending(Endings(), request))
         of_traced = least(ending(Endings(spans=cast("SpanSink", SimpleNamespace(export=sent))), traced))
         root.setLevel(logging.INFO)
         line = least(ending(Endings(), request))
         call = least(lambda _: access.ended("rest", "POST /v1/chat/completions", "200", time.monotonic()))
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(kept)
     return {
         "metrics, and the ring of the last requests": quiet,
         "its line in the log": line - quiet,
