@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.metric_aliases import ROUTER, CacheFacts, with_aliases
 from common.metric_page import render
 from router.processes import scrape
 
@@ -38,7 +39,9 @@ def count(directory: Path, num: int) -> int:
 
 
 def samples(directory: Path) -> dict[str, float]:
-    page = render(scrape.families(str(directory), lambda: [os.getpid()])).decode()
+    facts = CacheFacts(model="m", block_size=16, num_blocks=10, num_used_blocks=4)
+    families = with_aliases(scrape.families(str(directory), lambda: [os.getpid()]), ROUTER, lambda: facts)
+    page = render(families).decode()
     found = {}
     for family in text_string_to_metric_families(page):
         for one in family.samples:
@@ -58,6 +61,8 @@ def test_counters_are_summed_and_stay(tmp_path: Path) -> None:
         assert found["baton_router_time_to_first_token_seconds_sum{}"] == 3
         assert found['baton_router_time_to_first_token_seconds_bucket{"le": "1.0"}'] == 1
         assert found['baton_router_time_to_first_token_seconds_bucket{"le": "2.5"}'] == 2
+        of_vllm = 'vllm:time_to_first_token_seconds_bucket{"engine": "0", "le": "2.5", "model_name": "m"}'
+        assert found[of_vllm] == 2, "aliases are of all processes together"
         assert found.get("baton_router_requests_running{}") == (None if has_ended else 3)
         assert found.get('baton_router_endpoints{"role": "decode", "state": "ready"}') == (None if has_ended else 2)
         assert found["process_resident_memory_bytes{}"] > 0
