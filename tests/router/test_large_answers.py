@@ -184,7 +184,8 @@ async def test_vectors_are_written_one_by_one(encoding_format: str) -> None:
             await asyncio.sleep(0)
 
     (request,) = requests(1)
-    wanted = EmbedRequest(request_id="r", model=request.model, prompts=[Prompt([5], "input")] * 50, deadline=1e9)
+    prompts = [Prompt([5], "input")] * 50
+    wanted = EmbedRequest(request_id="r", model=request.model, prompts=prompts, arrived_at=0.0, deadline=1e9)
     embedded = [Embedded([float(number)] * 30, 0) for number in range(50)]
     running = asyncio.create_task(others())
     body = EmbeddingsBody(input="x", encoding_format=encoding_format)
