@@ -254,7 +254,7 @@ class EngineCore:
         """
         has_ended = output.drop_ended()
         if not output.num_tokens:
-            return BegunStep(output, is_busy=has_ended or (bool(output.preempted) and self.scheduler.num_running > 0))
+            return BegunStep(output, is_busy=has_ended or (bool(output.preempted) and self.scheduler.has_work))
         written = output.written_blocks(self.blocks.block_size)
         traced = self._first_steps(output) if self._traced else ()
         self.blocks.hold(written)

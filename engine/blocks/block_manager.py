@@ -10,7 +10,7 @@ of a name, and `NamedBlocks` answers what is asked by name and for no request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
 from engine.blocks.block_pool import BlockPool
 from engine.blocks.host_tier import BlockCopy
@@ -156,8 +156,7 @@ class BlockManager:
         names = request.block_hashes[:num_found]
         shared = [self.cache[name] for name in names if name in self.cache]
         num_blocks = max(self.blocks_for(num_tokens), num_found)
-        num_revived = sum(self.pool.is_cached(block_id) for block_id in shared)
-        if num_blocks - len(shared) > self.num_available_blocks - num_revived:
+        if not self._has_room(num_blocks, shared):
             return False
         for block_id in shared:
             self.pool.share(block_id)
@@ -165,6 +164,17 @@ class BlockManager:
         request.block_ids = block_table(self.cache[name] for name in names)
         request.block_ids.extend(self.pool.take() for _ in range(num_blocks - num_found))
         return True
+
+    def may_allocate(self, request: Request) -> bool:
+        """Whether `allocate` would give a request blocks for all of its tokens, with what is found of its prefix."""
+        num_found = self.find_prefix(request)
+        shared = [self.cache[name] for name in request.block_hashes[:num_found] if name in self.cache]
+        return self._has_room(max(self.blocks_for(request.num_tokens), num_found), shared)
+
+    def _has_room(self, num_blocks: int, shared: Sequence[int]) -> bool:
+        """For so many blocks of one request, `shared` among them. Cached ones of those are no longer available then."""
+        num_revived = sum(self.pool.is_cached(block_id) for block_id in shared)
+        return num_blocks - len(shared) <= self.num_available_blocks - num_revived
 
     def append(self, request: Request, num_tokens: int) -> bool:
         """Grows the block table to hold `num_tokens`; all or nothing."""

@@ -276,11 +276,16 @@ class Scheduler:
         head = self._queue_by_slack.head
         if head is None or not slack.is_pressing(head, now):
             return
-        has_blocks = self.blocks.blocks_for(head.num_tokens) <= self.blocks.num_available_blocks
-        if self.num_running < self.config.max_num_seqs and has_blocks:
+        if self.num_running < self.config.max_num_seqs and self.blocks.may_allocate(head):
             return
-        if (displaced := slack.displaced(self._running)) is not None:
+        if self._equal_prompts.is_held_back(head, self._equal_prompts.next_blocks(self._running)):
+            return
+        if (displaced := slack.displaced(self._running)) is None:
+            return
+        slack.look_ahead((one for one in self._running if one is not displaced), self._waiting_room, now)
+        if slack.may_join(head, self._sums.shape):
             self._preempt(displaced, output)
+            self._queue_by_slack.lead(head)  # the place is not for the displaced one, whatever its slack
 
     def _first_by_slack(self, slack: SlackPolicy, output: SchedulerOutput, now: float) -> Request | None:
         self._drop_late(slack, output, now)

@@ -92,6 +92,11 @@ class SlackQueue(WaitingQueue):
         else:
             self.add(request)
 
+    def lead(self, request: Request) -> None:
+        """A place was made for it: it goes before all others until its pace changes."""
+        self.remove(request)
+        self._insert(request, _HEAD, -float(self._number))
+
     def remove(self, request: Request) -> None:
         index = bisect_left(self._keys, self._key_of.pop(request))
         del self._keys[index], self._requests[index]

@@ -252,6 +252,91 @@ def test_best_effort_makes_room_for_a_request_with_targets_once() -> None:
     assert [len(engine.token_times[name]) for name in ("long", "longer")] == [200, 300]
 
 
+@pytest.mark.parametrize("room", [{"max_num_seqs": 1}, {"num_blocks": 60}])
+def test_the_engine_goes_on_if_it_displaces_its_only_request(room: dict[str, int]) -> None:
+    engine = Timed(**room)
+    engine.ask("long", 150, 80)
+    engine.step(3)
+    engine.ask("urgent", 100, 2, ttft_ms=500)
+    engine.run()
+    assert engine.preempted == {"urgent": 0, "long": 1}
+    assert engine.token_times["urgent"][0] < 0.7
+    assert len(engine.token_times["long"]) == 80
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"enable_prefix_caching": False}, {"preemption_mode": "swap", "swap_space_gb": 1e-4}],
+    ids=["cached", "not cached", "swap"],
+)
+@pytest.mark.parametrize("ttft_ms", [5_000, 20_000])
+def test_a_place_is_kept_for_the_request_that_it_was_made_for(ttft_ms: float, mode: dict[str, object]) -> None:
+    """However soon the displaced request is to go on."""
+    engine = Timed(max_num_seqs=4, num_blocks=2000, **mode)
+    names = [str(number) for number in range(4)]
+    for name in names:
+        engine.ask(name, 400, 900)
+    engine.step(8)
+    asked_at = engine.device.now
+    engine.ask("urgent", 10, 5, ttft_ms=ttft_ms)
+    while "urgent" not in engine.token_times:
+        assert engine.step()
+    assert engine.token_times["urgent"][0] - asked_at < 0.6 * ttft_ms / 1000
+    assert sorted(engine.core.scheduler.requests[name].num_preemptions for name in names) == [0, 0, 0, 1]
+
+
+def pressing(engine: Timed, prompt: list[int], *, ttft_ms: float, tpot_ms: float | None = None) -> None:
+    """A request of which more than half of the time is gone at the next step."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    targets = LatencyTargets(ttft_ms, tpot_ms)
+    add(engine.core, "urgent", prompt, params=params, targets=targets, asked_time=engine.device.now)
+    engine.device.now += 0.6 * ttft_ms / 1000
+
+
+def num_displaced(engine: Timed) -> int:
+    return sum(one.num_preemptions for one in engine.core.scheduler.requests.values())
+
+
+def test_nobody_is_displaced_for_blocks_that_are_cached() -> None:
+    engine = Timed(num_blocks=60)
+    prefix = list(range(64))
+    for number in range(2):
+        params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+        add(engine.core, str(number), [*prefix, 500 + number], params=params)
+        engine.step(2)
+    while engine.core.scheduler.blocks.num_available_blocks > 12:
+        assert engine.step()
+    pressing(engine, [*prefix, 900], ttft_ms=300)
+    engine.step()
+    assert num_displaced(engine) == 0
+    assert "urgent" in engine.token_times
+
+
+def test_nobody_is_displaced_for_a_request_that_waits_for_the_prompt_of_another() -> None:
+    engine = Timed(max_num_seqs=2, max_num_batched_tokens=64, chunk_size=64)
+    engine.ask("decodes", 4, 200)
+    engine.step(2)
+    prompt = list(range(640))
+    add(engine.core, "same", prompt, max_tokens=2)
+    engine.step(2)
+    pressing(engine, prompt, ttft_ms=5000)
+    engine.step()
+    assert num_displaced(engine) == 0
+
+
+def test_nobody_is_displaced_for_a_request_that_may_not_join_the_decodes() -> None:
+    engine = Timed(max_num_seqs=8)
+    engine.ask("best effort", 4, 300)
+    for number in range(7):
+        engine.ask(str(number), 4, 300, tpot_ms=50)
+    engine.step(12)
+    assert len(engine.core.scheduler.decodes) == 8
+    pressing(engine, [7] * 4, ttft_ms=600, tpot_ms=15)
+    engine.step()
+    assert num_displaced(engine) == 0
+    assert not engine.core.scheduler.requests["urgent"].pace.is_late  # type: ignore[union-attr] # it has one
+
+
 def test_the_request_with_the_most_slack_is_preempted() -> None:
     engine = Timed(num_blocks=24)
     engine.ask("chat", 8, 30, ttft_ms=1000, tpot_ms=40)
