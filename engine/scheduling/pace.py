@@ -23,8 +23,9 @@ class Pace:
 
     @property
     def start_by(self) -> float:
-        """The last moment to begin with what it lacks. Less what the clock says, this is its slack."""
-        return self.due - self.work_s
+        """The last moment to begin with what it lacks. Less what the clock says, this is its slack. Best effort only
+        has to begin by its due time, so the request that came first is first, however long it is."""
+        return self.due - self.work_s if self.has_target else self.due
 
     @property
     def next_due(self) -> float:

@@ -247,7 +247,8 @@ class Scheduler:
         if self._waiting:
             slack.look_ahead(self._running, self._waiting_room, now)
         can_admit = True
-        if (overdue := slack.share_of_late(prompts, queue, now)) is not None:
+        overdue = slack.share_of_late(prompts, queue, now)
+        if overdue is not None and not (overdue in queue and self._is_held_back(overdue)):
             within = budget.within
             budget.within = max(within, budget.seconds + slack.chunk_p90(overdue))
             if overdue in queue:
@@ -270,6 +271,9 @@ class Scheduler:
             if request in output.num_tokens:
                 slack.bound(request, budget, now)
         slack.decided(output.num_tokens, budget, now)
+
+    def _is_held_back(self, request: Request) -> bool:
+        return self._equal_prompts.is_held_back(request, self._equal_prompts.next_blocks(self._running))
 
     def _make_room(self, slack: SlackPolicy, output: SchedulerOutput, now: float) -> None:
         """Preempts one request of best effort if the most urgent one that waits has no place or too few blocks."""

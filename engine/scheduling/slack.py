@@ -237,7 +237,8 @@ class SlackPolicy:
         """Each request moves once, so that this is constant work for each."""
         while (head := queue.head) is not None and head.scheduled_time is None and (pace := head.pace) is not None:
             if not pace.has_target:
-                if pace.start_by >= now:
+                # Best effort stays in the order of its arrival: not before what has to go last and came earlier.
+                if now <= pace.due <= queue.late_due:
                     return
                 pace.is_late = True
             elif pace.due - self._expected_s(head, pace) >= now and self._harm(head, queue, now) <= MOST_HARM:

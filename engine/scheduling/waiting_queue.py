@@ -6,6 +6,7 @@ By arrival or priority, a preempted request goes to the head, and a newcomer goe
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, MutableSequence, Sequence
@@ -121,6 +122,12 @@ class SlackQueue(WaitingQueue):
         """The late request that has waited the longest, if its wait is to end."""
         index = self._num_on_time
         return self._requests[index] if index < len(self._keys) and self._keys[index][1] < now else None
+
+    @property
+    def late_due(self) -> float:
+        """When the first of the late requests has waited long enough; for ever if there is none."""
+        index = self._num_on_time
+        return self._keys[index][1] if index < len(self._keys) else math.inf
 
     @property
     def _num_on_time(self) -> int:

@@ -337,6 +337,20 @@ def test_nobody_is_displaced_for_a_request_that_may_not_join_the_decodes() -> No
     assert not engine.core.scheduler.requests["urgent"].pace.is_late  # type: ignore[union-attr] # it has one
 
 
+def test_best_effort_alone_is_in_the_order_of_arrival_however_long_it_waits() -> None:
+    engine = Timed(time=linear_time(1.0, 0.1), max_num_seqs=1, chunk_size=100)
+    names = [str(number) for number in range(12)]
+    for name in names[:6]:
+        engine.ask(name, 40 if int(name) % 2 else 80)
+    engine.step(4)
+    for name in names[6:]:
+        engine.ask(name, 40 if int(name) % 2 else 80)
+        engine.step()
+    engine.run()
+    assert engine.order == names
+    assert engine.device.now > 2 * BEST_EFFORT_S
+
+
 def test_the_request_with_the_most_slack_is_preempted() -> None:
     engine = Timed(num_blocks=24)
     engine.ask("chat", 8, 30, ttft_ms=1000, tpot_ms=40)
