@@ -10,6 +10,7 @@ Collecting keeps one core busy. What `--early` names is collected and run beside
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -136,10 +137,12 @@ class Forks:
         ready = wait([one.messages for one in self._forked] + [one.process.sentinel for one in self._forked])
         for one in list(self._forked):
             if one.messages in ready:
-                try:
-                    self._answer(session, one, one.messages.recv())
-                except (EOFError, ConnectionError):
-                    one.process.join()
+                message = None
+                with contextlib.suppress(EOFError, ConnectionError):  # it has ended
+                    message = one.messages.recv()
+                if message is not None:
+                    self._answer(session, one, message)
+                else:
                     self._end(session, one)
             elif one.process.sentinel in ready and not one.messages.poll():
                 self._end(session, one)
@@ -147,7 +150,8 @@ class Forks:
     def _answer(self, session: pytest.Session, one: Forked, message: Message) -> None:
         hook, arguments = message
         if hook == NEXT:
-            one.messages.send(self._next(session, one))
+            with contextlib.suppress(ConnectionError):  # it has ended, as its next message will say
+                one.messages.send(self._next(session, one))
         elif hook == BROKEN:
             raise RuntimeError(f"a process of the tests is broken:\n{arguments['text']}")
         elif hook == "pytest_runtest_logreport":

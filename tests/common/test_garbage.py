@@ -42,7 +42,8 @@ def test_a_worker_that_is_ready_looks_rarely(monkeypatch: pytest.MonkeyPatch) ->
     before = gc.get_freeze_count()
 
     async def serve_nothing(*args: Any) -> int:
-        args[-1]("127.0.0.1:1")  # it answers there
+        *_, ready, _start_engine = args
+        ready("127.0.0.1:1")  # it answers there
         return 0
 
     monkeypatch.setattr("baton.stack.worker_process.serve", serve_nothing)
