@@ -9,6 +9,7 @@ from dataclasses import dataclass
 @dataclass(slots=True, kw_only=True)
 class Pace:
     due: float  # its first token; of best effort: it has waited long enough by then
+    overdue_at: float  # when it has waited too long if this is best effort
     has_target: bool  # `due` is a target that can still be met; else this is best effort
     target_due: float = math.inf  # when the first token is too late; unlike `due` without a margin
     tpot_s: float | None = None  # most seconds for a token after the first, a margin left out; None: no such target

@@ -282,7 +282,7 @@ class Scheduler:
             return
         if self.num_running < self.config.max_num_seqs and self.blocks.may_allocate(head):
             return
-        if self._equal_prompts.is_held_back(head, self._equal_prompts.next_blocks(self._running)):
+        if self._is_held_back(head):
             return
         if (displaced := slack.displaced(self._running)) is None:
             return
@@ -334,7 +334,9 @@ class Scheduler:
         if self.num_running >= self.config.max_num_seqs or output.preempted:
             return False  # what was just preempted must not come back in the same step
         is_one_row = request.status is RequestStatus.SWAPPED and request.num_missing_tokens == 1
-        is_spent = not budget.chunk(1) if is_one_row else budget.is_spent
+        # The budget was raised for the overdue one, by no more than it lacks.
+        asks_exactly = is_one_row or is_overdue
+        is_spent = not budget.chunk(request.num_missing_tokens) if asks_exactly else budget.is_spent
         if is_spent and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
             return False
         if self._slack is not None and not is_overdue and not self._slack.may_join(request, self._sums.shape):

@@ -89,9 +89,10 @@ class SlackPolicy:
         self._ahead = _Rows()  # requests with a TPOT target that decode now or soon
         self._patient = _Rows()  # those without
         self._tightest = math.inf  # TPOT target of those
-        self._num_asked = 0  # prompts that prefill workers compute and that can still be in time
+        self._num_parked = 0  # prompts that prefill workers compute, until their first token is seen
+        self._num_asked = 0  # of them, those that can still be in time
         self._remote_s = 0.0  # from one first token of such a prompt to the next
-        self._remote_at = 0.0  # when the last one came, or the first of them was asked for
+        self._remote_at = 0.0  # when the last one came, or the first one was asked for
 
     @property
     def knows_times(self) -> bool:
@@ -105,6 +106,8 @@ class SlackPolicy:
         time = self._batch_time()
         has_changed = time is not self._time
         self._time = time
+        if has_changed:
+            self._watched.clear()
         self._learn(now)
         return has_changed
 
@@ -120,7 +123,7 @@ class SlackPolicy:
             pace = request.pace = self._new_pace(request)
         if request.num_output_tokens and pace.num_tokens:  # preempted
             pace.due = pace.next_due if pace.tpot_s is not None else pace.token_at + RESUME_S
-            pace.has_target, pace.is_late = pace.tpot_s is not None, False
+            pace.has_target, pace.is_late, pace.overdue_at = pace.tpot_s is not None, False, pace.due
         self._predict_work(request, pace)
         if request.scheduled_time is None and not request.num_output_tokens:
             self._watch(request, pace)
@@ -128,15 +131,23 @@ class SlackPolicy:
     def _new_pace(self, request: Request) -> Pace:
         targets = request.targets
         best_effort_due = request.queue_time + BEST_EFFORT_S
+        # A request of high priority may be due before it has come: that is its place in the order, it has not waited.
+        overdue_at = max(best_effort_due, request.arrival_time + BEST_EFFORT_S)
         if targets is None:
-            return Pace(due=best_effort_due, has_target=False)
+            return Pace(due=best_effort_due, overdue_at=overdue_at, has_target=False)
         tpot_s = None if targets.tpot_ms is None else targets.tpot_ms / 1000 * (1 - PACE_MARGIN)
         if targets.ttft_ms is None:
-            return Pace(due=best_effort_due, has_target=False, tpot_s=tpot_s)
+            return Pace(due=best_effort_due, overdue_at=overdue_at, has_target=False, tpot_s=tpot_s)
         ttft_s = targets.ttft_ms / 1000
         # An answer that began elsewhere: who reads it has waited since it stopped.
         asked_at = request.arrival_time - (0.0 if request.num_output_tokens else request.age_s)
-        return Pace(due=asked_at + ttft_s * (1 - MARGIN), has_target=True, target_due=asked_at + ttft_s, tpot_s=tpot_s)
+        return Pace(
+            due=asked_at + ttft_s * (1 - MARGIN),
+            overdue_at=overdue_at,
+            has_target=True,
+            target_due=asked_at + ttft_s,
+            tpot_s=tpot_s,
+        )
 
     def _predict_work(self, request: Request, pace: Pace) -> None:
         pace.num_computed = request.num_computed_tokens
@@ -189,7 +200,12 @@ class SlackPolicy:
 
     def _watch(self, request: Request, pace: Pace) -> None:
         too_late = pace.target_due - pace.work_s
-        if pace.tpot_s is not None and self._decode_s(request.num_tokens) * (1 - PACE_MARGIN) > pace.tpot_s:
+        has_decodes = request.mode is not RequestMode.PREFILL
+        if (
+            has_decodes
+            and pace.tpot_s is not None
+            and self._decode_s(request.num_tokens) * (1 - PACE_MARGIN) > pace.tpot_s
+        ):
             too_late = -math.inf
         if too_late < math.inf:
             heapq.heappush(self._watched, (too_late, next(self._numbers), request))
@@ -238,7 +254,7 @@ class SlackPolicy:
         while (head := queue.head) is not None and head.scheduled_time is None and (pace := head.pace) is not None:
             if not pace.has_target:
                 # Best effort stays in the order of its arrival: not before what has to go last and came earlier.
-                if now <= pace.due <= queue.late_due:
+                if now <= pace.overdue_at and pace.due <= queue.late_due:
                     return
                 pace.is_late = True
             elif pace.due - self._expected_s(head, pace) >= now and self._harm(head, queue, now) <= MOST_HARM:
@@ -311,20 +327,24 @@ class SlackPolicy:
         return chosen, budget
 
     def _learn_remote(self, decodes: Iterable[Request], now: float) -> None:
-        """How often first tokens come from prefill workers, while more than one is waited for."""
-        num_come = sum(
-            one.mode is RequestMode.REMOTE
+        """How often first tokens come from prefill workers, those of late requests, too. While only one is waited for,
+        that takes as long as a whole prefill, so it may only show that they come more often."""
+        came = [
+            one.pace
+            for one in decodes
+            if one.mode is RequestMode.REMOTE
             and one.pace is not None
             and one.pace.since is None
             and one.num_output_tokens > 0
-            for one in decodes
-        )
-        if num_come and self._num_asked > num_come:
-            each_s = (now - self._remote_at) / num_come
-            self._remote_s += (each_s - self._remote_s) * LEARNING
-        if num_come or not self._num_asked:
+        ]
+        if came:
+            each_s = (now - self._remote_at) / len(came)
+            if self._num_parked > len(came) or each_s < self._remote_s:
+                self._remote_s += (each_s - self._remote_s) * LEARNING
+        if came or not self._num_parked:
             self._remote_at = now
-        self._num_asked = max(self._num_asked - num_come, 0)
+        self._num_parked = max(self._num_parked - len(came), 0)
+        self._num_asked = max(self._num_asked - sum(not pace.is_late for pace in came), 0)
 
     def _due_and_limit(self, request: Request, now: float, alone: float) -> tuple[float, float]:
         """(when the next token of a decode is due, most seconds that this step may take for that)."""
@@ -390,7 +410,7 @@ class SlackPolicy:
                 self._predict_work(request, pace)
             if pace.has_target and not request.num_output_tokens and pace.target_due - pace.work_s < now:
                 pace.has_target, pace.is_late = False, True  # `due` stays: its blocks are free the sooner it ends
-            elif not pace.has_target and pace.start_by < now:
+            elif not pace.has_target and pace.overdue_at < now:
                 pace.is_late = True
             ordered.append(request)
         return sorted(ordered, key=_order)
@@ -430,15 +450,18 @@ class SlackPolicy:
         self._tightest = math.inf
         for request in running:
             self._count_ahead(request)
-        self._num_asked = 0
+        self._num_parked = self._num_asked = 0
         for request in parked:
             self._count_ahead(request)
-            self._count_asked(request, now)
+            self._count_parked(request, now)
+        if not self._num_parked:
+            self._remote_at = now
 
-    def _count_asked(self, request: Request, now: float) -> None:
-        if request.mode is RequestMode.REMOTE and not request.num_output_tokens:
+    def _count_parked(self, request: Request, now: float) -> None:
+        if request.mode is RequestMode.REMOTE:
             pace = self._pace(request)
-            self._num_asked += not pace.is_late and pace.target_due >= now
+            self._num_parked += pace.since is None
+            self._num_asked += not request.num_output_tokens and not pace.is_late and pace.target_due >= now
 
     def _count_ahead(self, request: Request) -> None:
         if request.mode is RequestMode.PREFILL or request.embed is not None:
@@ -492,7 +515,7 @@ class SlackPolicy:
         self._count_ahead(request)
         pace = self._pace(request)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            self._count_asked(request, now)
+            self._count_parked(request, now)
         if request.status is RequestStatus.RUNNING and not request.num_output_tokens:
             self._predict_work(request, pace)
             if pace.work_s > 0:

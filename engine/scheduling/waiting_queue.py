@@ -119,9 +119,12 @@ class SlackQueue(WaitingQueue):
         return self._requests[first : min(first + most, self._num_on_time)]
 
     def overdue(self, now: float) -> Request | None:
-        """The late request that has waited the longest, if its wait is to end."""
+        """The first of the late requests, if it has waited too long."""
         index = self._num_on_time
-        return self._requests[index] if index < len(self._keys) and self._keys[index][1] < now else None
+        if index == len(self._requests):
+            return None
+        request = self._requests[index]
+        return request if request.pace is not None and request.pace.overdue_at < now else None
 
     @property
     def late_due(self) -> float:

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.batch_time import BatchTime
+from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.targets import LatencyTargets
 from engine import messages as m
 from engine.core import EngineCore
-from engine.scheduling.slack import BEST_EFFORT_S
+from engine.request import Request, RequestStatus
+from engine.scheduling.equal_prompts import EqualPrompts
+from engine.scheduling.slack import BEST_EFFORT_S, SlackPolicy
+from engine.scheduling.waiting_queue import SlackQueue
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.support.fake_device import BLOCK_SIZE, TimedDevice, add, assert_idle, make_core, reference, run, tokens_of
@@ -349,6 +352,122 @@ def test_best_effort_alone_is_in_the_order_of_arrival_however_long_it_waits() ->
     engine.run()
     assert engine.order == names
     assert engine.device.now > 2 * BEST_EFFORT_S
+
+
+@pytest.mark.parametrize("priority", [-2, -3, -50])
+def test_best_effort_of_high_priority_is_first_however_high_it_is(priority: int) -> None:
+    engine = Timed(max_num_seqs=1)
+    engine.ask("runs", 10, 5)
+    engine.step()
+    engine.ask("normal", 10)
+    engine.ask("urgent", 10, priority=priority)
+    engine.run()
+    assert engine.order == ["runs", "urgent", "normal"]
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, 12, 16])
+def test_a_short_prompt_that_waited_too_long_gets_its_share(num_prompt: int) -> None:
+    """Though decodes take all the time that their targets leave."""
+    time = linear_time(0.001, 0.040)
+    engine = Timed(time=time, max_num_seqs=64, num_blocks=4000, enable_prefix_caching=False)
+    for number in range(7):
+        engine.ask(str(number), 4, 300, tpot_ms=310)
+    engine.step(8)
+    while engine.core.scheduler.num_waiting:
+        engine.step()
+    asked_at = engine.device.now
+    engine.ask("waits", num_prompt, 2, ttft_ms=15)  # too late at once: best effort
+    while "waits" not in engine.token_times:
+        assert engine.step()
+        assert len(engine.core.scheduler.requests) > 7, "decodes go on"
+    assert engine.token_times["waits"][0] - asked_at > BEST_EFFORT_S / 2
+
+
+def test_a_prefill_has_no_target_for_tokens_to_miss(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engine = Timed()
+    targets = LatencyTargets(5000, 5)  # no step is that short
+    add(engine.core, "prefill", [1] * 20, targets=targets, asked_time=0.0, mode=m.RequestMode.PREFILL)
+    engine.step(3)
+    assert "prefill" in engine.token_times
+    assert not [one for one in caplog.records if "latency targets" in one.message]
+
+
+def test_a_waiting_request_is_watched_once_however_often_the_model_of_time_changes() -> None:
+    engine = Timed(max_num_seqs=1)
+    engine.ask("runs", 10, 50)
+    engine.step(2)
+    engine.ask("waits", 10, ttft_ms=50_000)
+    for _ in range(20):
+        engine.time = linear_time(0.010, 0.001)
+        engine.step()
+    assert engine.core.scheduler._slack is not None
+    assert len(engine.core.scheduler._slack._watched) == 1
+    engine.run()
+
+
+class Asking:
+    """A decode worker's order by slack, and prompts that prefill workers compute."""
+
+    def __init__(self) -> None:
+        scheduler = Timed().core.scheduler
+        self.now = 100.0
+        self._policy = SlackPolicy(scheduler.config, scheduler.blocks, lambda: TIME)
+        self._policy.begin(self.now)
+        self._queue = SlackQueue(EqualPrompts(scheduler.blocks, scheduler._waiting_room))
+        self._parked: list[Request] = []
+
+    def ask(self) -> bool:
+        """A request with half a second until its first token comes and is admitted. Returns whether it is expected to
+        be in time."""
+        self.plan([])
+        request = Request(
+            request_id="",
+            token_ids=[1] * 40,
+            num_prompt_tokens=40,
+            sampling_params=SamplingParams(max_tokens=9),
+            arrival_time=self.now,
+            mode=m.RequestMode.REMOTE,
+            targets=LatencyTargets(500, None),
+        )
+        self._policy.enter(request)
+        self._queue.add(request)
+        self._policy.look_ahead([], self._parked, self.now)
+        assert self._policy.take_late(self._queue, self.now) == []
+        self._queue.remove(request)
+        request.scheduled_time, request.status = self.now, RequestStatus.WAITING_FOR_REMOTE_KV
+        self._parked.append(request)
+        self._policy.admitted(request, self.now)
+        assert request.pace is not None
+        return not request.pace.is_late
+
+    def answer(self, after_s: float) -> None:
+        """The first token of the oldest one comes."""
+        self.now += after_s
+        request = self._parked.pop(0)
+        request.status, request.num_computed_tokens = RequestStatus.RUNNING, 40
+        request.token_ids.append(1)
+        self.plan([request])
+
+    def plan(self, decodes: list[Request]) -> None:
+        self._policy.plan(decodes, StepShape(num_decodes=len(decodes)), self.now, has_blocks=True)
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3])
+def test_prefill_workers_that_were_slow_once_are_asked_in_time_again(num_at_once: int) -> None:
+    asking = Asking()
+    for _ in range(8):
+        asking.ask()
+    for _ in range(8):
+        asking.answer(after_s=5.0)
+    assert not asking.ask()
+    asking.answer(after_s=0.05)
+    for _ in range(40):
+        last = [asking.ask() for _ in range(num_at_once)]
+        for _ in range(num_at_once):
+            asking.answer(after_s=0.05)
+        asking.now += 100.0  # nobody is waited for
+    assert all(last)
 
 
 def test_the_request_with_the_most_slack_is_preempted() -> None:
