@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from engine import messages as m
+from engine.local.device_choice import SIMULATED
 from engine.scheduling.schedule import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -86,7 +87,12 @@ class StepProfiler:
             self._finish(trace)
         if self._wanted is not None and self._trace is None:
             command, self._wanted = self._wanted, None
-            self._trace = _Trace(command, self._clock() + command.timeout_s)
+            trace = _Trace(command, self._clock() + command.timeout_s)
+            if self._device == SIMULATED:
+                trace.failure = "no trace: a simulated device has no torch"
+                self._finish(trace)
+            else:
+                self._trace = trace
         news = []
         while self._num_writing:
             try:
@@ -101,8 +107,6 @@ class StepProfiler:
         return is_whole or not trace.is_wanted or self._clock() >= trace.give_up_at
 
     def _named_step(self, trace: _Trace, output: SchedulerOutput) -> AbstractContextManager[object]:
-        from torch.autograd.profiler import record_function
-
         if trace.started_at is None:
             try:
                 self._start(trace)
@@ -111,6 +115,8 @@ class StepProfiler:
                 trace.failure = f"torch's profiler does not start: {type(error).__name__}: {error}"
                 return _NOTHING
             trace.started_at = self._clock()
+        from torch.autograd.profiler import record_function  # the trace has begun, so torch is there
+
         trace.num_steps += 1
         num_tokens = sum(output.num_tokens.values()) + sum(map(len, output.drafts.values()))
         stack = ExitStack()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,11 +25,11 @@ from engine.step_profiler import StepProfiler
 class Engine:
     """Its steps, and a clock that stands still."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.now = 100.0
         self.woken = threading.Event()
         self.news: list[m.StepsProfiled] = []
-        self.profiler = StepProfiler("cpu", self.woken.set, lambda: self.now)
+        self.profiler = StepProfiler(device, self.woken.set, lambda: self.now)
 
     def asks(self, path: Path, call_id: int = 1, num_steps: int = 2) -> None:
         command = m.ProfileSteps(call_id=call_id, num_steps=num_steps, timeout_s=5.0, path=str(path))
@@ -149,4 +150,19 @@ def test_what_cannot_be_traced_or_written_ends_no_engine(tmp_path: Path, monkeyp
     told = engine.told()
     assert (told.call_id, "no more" in told.failure) == (2, True)
     engine.step()
+    assert engine.news == []
+
+
+@pytest.mark.parametrize(("device", "reason"), [("cpu", "ModuleNotFoundError"), ("simulated", "has no torch")])
+def test_without_torch_the_engine_goes_on(
+    device: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.autograd.profiler", None)
+    engine = Engine(device)
+    engine.asks(tmp_path / "t.gz")
+    engine.step(0)
+    engine.step(during=lambda: None)
+    told = engine.told()
+    assert (told.num_steps, reason in told.failure) == (0, True)
+    engine.step(during=lambda: None)
     assert engine.news == []
