@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import json
 import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ Json = dict[str, object]
 
 class Browser:
     def __init__(self, pid: int, commands: int, answers: asyncio.StreamReader) -> None:
-        self._pid, self._commands, self._answers = pid, commands, answers
+        self.pid, self._commands, self._answers = pid, commands, answers
         self._numbers = itertools.count(1)
 
     async def call(self, method: str, params: Json | None = None, session: str = "") -> Json:
@@ -70,15 +71,23 @@ class Browser:
         assert isinstance(result, dict)
         return result.get("value")
 
-    async def close(self) -> None:
-        with contextlib.suppress(InternalError, OSError):
-            await self.call("Browser.close")
-        await asyncio.wait_for(asyncio.to_thread(os.waitpid, self._pid, 0), END_S)
+    async def close(self, end_s: float = END_S) -> None:
+        """Kills it if it does not end within `end_s`."""
+        ended = asyncio.ensure_future(asyncio.to_thread(os.waitid, os.P_PID, self.pid, os.WEXITED | os.WNOWAIT))
+        try:
+            with contextlib.suppress(InternalError, OSError, TimeoutError):
+                async with asyncio.timeout(end_s):
+                    await self.call("Browser.close")
+                    await asyncio.shield(ended)
+        finally:
+            os.kill(self.pid, signal.SIGKILL)  # to one that has ended it does nothing
+            await ended
+            await asyncio.to_thread(os.waitpid, self.pid, 0)
 
 
 @asynccontextmanager
-async def browser(path: str) -> AsyncIterator[Browser]:
-    """Chromium at `path` while inside. Raises `InternalError` if it does not start."""
+async def browser(path: str, end_s: float = END_S) -> AsyncIterator[Browser]:
+    """Chromium at `path` while inside; it has `end_s` to end. Raises `InternalError` if it does not start."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         (theirs_in, ours_out), (ours_in, theirs_out) = _pipe(), _pipe()
@@ -98,7 +107,7 @@ async def browser(path: str) -> AsyncIterator[Browser]:
         try:
             yield opened
         finally:
-            await opened.close()
+            await opened.close(end_s)
 
 
 def _started(path: str, profile: Path, commands: int, answers: int) -> int:
