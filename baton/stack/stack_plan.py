@@ -124,8 +124,11 @@ def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.env
     router_variables, worker_variables = child_variables(environ)
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
     is_simulated = settings.device == SIMULATED
-    # Simulated devices compute nothing, so their workers run anywhere.
-    cores = [()] * len(roles) if is_simulated else divide_cores(settings.cpu_cores or usable_cores(), len(roles))
+    if is_simulated:  # it computes nothing: workers and router run on the same cores, anywhere if none are given
+        cores, fronts = [settings.cpu_cores] * len(roles), settings.cpu_cores
+    else:
+        cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
+        fronts = front_cores(roles, cores)
     lmcache_address, *addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(1 + len(roles))]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     shared = {name: value for name, value in settings.model_dump().items() if name in _SHARED}
@@ -163,7 +166,7 @@ def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.env
         settings.drain_timeout,
         settings.start_timeout,
         max_restarts=settings.max_restarts,
-        front_cores=front_cores(roles, cores),
+        front_cores=fronts,
         variables={name: router_variables if name == "router" else worker_variables for name in commands},
         forks=Forks(workers, settings.model, settings.cache_dir) if is_simulated and sys.platform == "linux" else None,
         not_ready=fleet_not_ready if not _SECURED & router_variables.keys() else lambda _: "",

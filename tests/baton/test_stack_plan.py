@@ -153,7 +153,7 @@ def test_what_makes_no_stack() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each worker is a process that is started anew")
 def test_simulated_workers_are_forks_and_run_on_any_core() -> None:
-    stack = stack_plan.plan(UpSettings(device="simulated", prefill=60, decode=40, cpu_cores=(0, 1)), Path("/kv"))
+    stack = stack_plan.plan(UpSettings(device="simulated", prefill=60, decode=40), Path("/kv"))
     assert stack.forks is not None
     assert stack.forks.names == set(stack.commands) - {"router"}
     assert len(stack.forks.names) == 100
@@ -163,6 +163,12 @@ def test_simulated_workers_are_forks_and_run_on_any_core() -> None:
         assert not [flag for flag in flags if flag.startswith("--cpu-cores")]
         assert "--log-level=warning" in flags  # a thousand lines otherwise
     assert "--log-level=warning" not in stack.commands["router"]
+
+
+def test_simulated_workers_and_their_router_run_on_the_cores_that_are_given() -> None:
+    stack = stack_plan.plan(UpSettings(device="simulated", prefill=1, decode=2, cpu_cores=(0, 1)), Path("/kv"))
+    assert stack.front_cores == (0, 1)
+    assert all("--cpu-cores=0,1" in stack.commands[name] for name in ("prefill-1", "decode-1", "decode-2"))
 
 
 def test_a_log_level_that_was_given_is_that_of_simulated_workers_too() -> None:
