@@ -122,8 +122,13 @@ class Child:
         return code
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
+        try:
             os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # a fork that does not lead a group yet has started nothing
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+        except PermissionError:  # macOS: a group of zombies
+            pass
 
 
 def tethered(argv: Sequence[str], cores: Sequence[int] = ()) -> list[str]:

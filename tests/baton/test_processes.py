@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from baton.stack.local_stack import Addresses, Stack, run
-from baton.stack.processes import Child, tethered
+from baton.stack.processes import Child, OwnProcess, tethered
 from baton.stack.stack_plan import usable_cores
 from common.errors import InternalError, StartupError, UnavailableError
 
@@ -376,3 +376,13 @@ def test_reason_is_the_last_error_line(tmp_path: Path) -> None:
         one = Child("x", process, code=1)
         one.tail.extend(["baton prefill: error: first", "baton prefill: error: second", "a log line after it"])
         assert one.reason() == "second"
+
+
+def test_a_fork_that_leads_no_group_yet_is_killed() -> None:
+    process = OwnProcess(["sleep", "600"])  # in this process's group
+    try:
+        Child("decode-1", process).kill()
+        assert process.wait(5) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
