@@ -305,6 +305,7 @@ class PrefillLeg:
             priority=request.priority,
             targets=request.targets if request.HasField("targets") else None,
             age_ms=1000 * max(time.monotonic() - self._asked_time, 0.0),
+            is_follow_up=request.is_follow_up,
             first_block=first_block,
             connector=worker.settings.connector,
             peer=peer,

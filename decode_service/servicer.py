@@ -153,6 +153,7 @@ class DecodeRun:
                 priority=request.priority,
                 targets=convert.targets_of(request),
                 asked_time=self._asked_time,
+                is_follow_up=request.is_follow_up,
                 min_remote_tokens=request.min_remote_tokens,
                 traceparent="" if self._spans is None else self._spans.own.traceparent,
             )

@@ -64,6 +64,7 @@ class Arrivals:
             priority=command.priority,
             targets=command.targets,
             age_s=0.0 if command.asked_time is None else max(now - command.asked_time, 0.0),
+            is_follow_up=command.is_follow_up,
             first_block=command.first_block,
             num_lendable_blocks=command.num_lendable_blocks,
             min_remote_tokens=command.min_remote_tokens,

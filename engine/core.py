@@ -382,7 +382,7 @@ class EngineCore:
         if not self.remote_kv.is_idle:
             self.remote_kv.start()
         for request in output.preempted:
-            report_preempted(request)
+            report_preempted(request, is_displaced=request is output.displaced)
         for late in output.late:
             self._report_late(late)
         return output

@@ -57,6 +57,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     priority: int = 0
     targets: LatencyTargets | None = None
     asked_time: float | None = None  # when it came to its router, in seconds of the engine's clock; None: just now
+    is_follow_up: bool = False  # a further step of a beam search: it is never refused for being late
     output_token_ids: list[int] = []  # LOCAL and REMOTE: already generated elsewhere, and already with the client
     first_block: int = 0  # PREFILL: first index in the block table that has to be published
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here

@@ -38,11 +38,15 @@ def report_draft(num_drafted: int, num_accepted: int) -> None:
     metrics.worker_draft_tokens.labels("refused").inc(num_drafted - num_accepted)
 
 
-def report_preempted(request: Request) -> None:
+def report_preempted(request: Request, *, is_displaced: bool) -> None:
+    """`is_displaced`: a request with latency targets needed its place, not its blocks."""
     metrics.worker_preemptions.inc()
+    extra = {"request_id": request.request_id, "num_preemptions": request.num_preemptions}
+    if is_displaced:
+        log.info("preempted: a request with latency targets gets its place; raise --max-num-seqs", extra=extra)
+        return
     log.warning(
-        "preempted: KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs",
-        extra={"request_id": request.request_id, "num_preemptions": request.num_preemptions},
+        "preempted: KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs", extra=extra
     )
 
 

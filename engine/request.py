@@ -61,6 +61,7 @@ class Request:
     priority: int = 0  # lower is sooner
     targets: LatencyTargets | None = None
     age_s: float = 0.0  # time from its arrival at its router to `arrival_time`
+    is_follow_up: bool = False  # a further step of a beam search: it is never refused for being late
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`

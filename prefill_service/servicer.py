@@ -126,6 +126,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 priority=start.priority,
                 targets=convert.targets_of(start),
                 asked_time=begin - start.age_ms / 1000,
+                is_follow_up=start.is_follow_up,
                 first_block=start.first_block,
                 num_lendable_blocks=start.first_block if start.peer and worker.ready.is_read_from_memory else 0,
                 traceparent="" if spans is None else spans.own.traceparent,

@@ -68,6 +68,9 @@ class LLM:
             from baton.offline.local import LocalEngine
 
             settings = load(EngineSettings, {"model": DEFAULT_MODEL, **options}, environ={}, spelled=str)
+            if settings.slo_late == "refuse":
+                reason = 'must be "best-effort", not "refuse": one prompt that is late would cost the answers of all'
+                raise ConfigError("slo_late", reason)
             self._backend = LocalEngine(settings)
         else:
             from baton.offline.remote import RemoteStack

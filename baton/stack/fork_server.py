@@ -38,6 +38,7 @@ class ForkedProcess:
         self._server = server
         self._code = -int(signal.SIGKILL)
         self._has_ended = threading.Event()
+        self._is_reaped = False
 
     def ended(self, code: int) -> None:
         self._code = code
@@ -51,7 +52,9 @@ class ForkedProcess:
         """Its exit code; from now on its pid may be another process's. Raises `subprocess.TimeoutExpired`."""
         if not self._has_ended.wait(timeout):
             raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
-        self._server.reap(self.pid)
+        if not self._is_reaped:
+            self._is_reaped = True
+            self._server.reap(self.pid)
         return self._code
 
     def poll(self) -> int | None:

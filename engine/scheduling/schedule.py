@@ -44,6 +44,7 @@ class SchedulerOutput:
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # tokens that may follow those, to be checked
     preempted: list[Request] = field(default_factory=list)
+    displaced: Request | None = None  # one of them, for its place rather than its blocks
     late: list[LateRequest] = field(default_factory=list)
     names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
 

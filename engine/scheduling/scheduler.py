@@ -280,7 +280,8 @@ class Scheduler:
         head = self._queue_by_slack.head
         if head is None or not slack.is_pressing(head, now):
             return
-        if self.num_running < self.config.max_num_seqs and self.blocks.may_allocate(head):
+        has_blocks = self.blocks.may_allocate(head)
+        if self.num_running < self.config.max_num_seqs and has_blocks:
             return
         if self._is_held_back(head):
             return
@@ -289,6 +290,7 @@ class Scheduler:
         slack.look_ahead((one for one in self._running if one is not displaced), self._waiting_room, now)
         if slack.may_join(head, self._sums.shape):
             self._preempt(displaced, output)
+            output.displaced = displaced if has_blocks else None
             self._queue_by_slack.lead(head)  # the place is not for the displaced one, whatever its slack
 
     def _first_by_slack(self, slack: SlackPolicy, output: SchedulerOutput, now: float) -> Request | None:

@@ -125,7 +125,7 @@ class SlackPolicy:
             pace.due = pace.next_due if pace.tpot_s is not None else pace.token_at + RESUME_S
             pace.has_target, pace.is_late, pace.overdue_at = pace.tpot_s is not None, False, pace.due
         self._predict_work(request, pace)
-        if request.scheduled_time is None and not request.num_output_tokens:
+        if request.scheduled_time is None and not request.num_output_tokens and not request.is_follow_up:
             self._watch(request, pace)
 
     def _new_pace(self, request: Request) -> Pace:

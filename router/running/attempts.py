@@ -195,6 +195,7 @@ class Attempts:
                 priority=request.priority,
                 targets=None if targets is None else message_of(targets, types_pb2.LatencyTargets),
                 age_ms=1000 * max(self._clock() - request.arrived_at, 0.0),
+                is_follow_up=request.is_follow_up,
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,
                 min_remote_tokens=decision.min_remote_tokens,

@@ -8,7 +8,8 @@ from protos.messages import message_of
 from router.limits.targets import NO_CLASS
 from router.running.request import GenerationRequest, Progress
 
-_NOT_TO_BLAME = ("cancelled", "invalid_argument")  # ways to end in which nobody knows what would have been
+# Ways to end in which nobody knows what would have been. Aborted: the client did not read.
+_NOT_TO_BLAME = ("cancelled", "aborted", "invalid_argument")
 
 
 def note_outcome(request: GenerationRequest, progress: Progress, status: str, now: float) -> None:

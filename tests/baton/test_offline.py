@@ -425,6 +425,7 @@ def test_a_form_beside_tools_and_reasoning(llm_with_tools: LLM, monkeypatch: pyt
         ({"num_block": 5}, "num_block"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"engine_timeout": 5}, "engine_timeout"),
+        ({"queue_policy": "slo", "slo_late": "refuse"}, "slo_late"),
         ({"target": "127.0.0.1:1", "dtype": "float32"}, "dtype"),
     ],
 )

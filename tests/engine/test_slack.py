@@ -201,6 +201,24 @@ def test_who_cannot_be_in_time_is_refused_or_served_as_best_effort(
         assert len(engine.token_times["late"]) == 3
 
 
+@pytest.mark.parametrize("mode", [m.RequestMode.LOCAL, m.RequestMode.PREFILL])
+@pytest.mark.parametrize("late", ["refuse", "best-effort"])
+def test_a_further_step_of_a_search_is_never_refused(
+    late: str, mode: m.RequestMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = Timed(slo_late=late)
+    engine.ask("chat", 4, 60, tpot_ms=40)
+    engine.step(3)
+    targets = LatencyTargets(40, None)
+    add(engine.core, "step", [1] * 5, 1, targets=targets, asked_time=engine.device.now, is_follow_up=True, mode=mode)
+    engine.device.now += 0.038
+    engine.step(20)
+    assert not engine.failures
+    assert "step" in engine.token_times
+    assert not [one for one in caplog.records if "latency targets" in one.message]
+
+
 def test_who_waited_until_it_cannot_be_in_time_is_refused_then() -> None:
     engine = Timed(slo_late="refuse", max_num_seqs=1)
     engine.ask("runs", 10, 50, tpot_ms=1000)
@@ -255,8 +273,20 @@ def test_best_effort_makes_room_for_a_request_with_targets_once() -> None:
     assert [len(engine.token_times[name]) for name in ("long", "longer")] == [200, 300]
 
 
-@pytest.mark.parametrize("room", [{"max_num_seqs": 1}, {"num_blocks": 60}])
-def test_the_engine_goes_on_if_it_displaces_its_only_request(room: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("room", "reason"),
+    [
+        ({"max_num_seqs": 1}, "a request with latency targets gets its place; raise --max-num-seqs"),
+        (
+            {"num_blocks": 60},
+            "KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs",
+        ),
+    ],
+)
+def test_the_engine_goes_on_if_it_displaces_its_only_request(
+    room: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     engine = Timed(**room)
     engine.ask("long", 150, 80)
     engine.step(3)
@@ -265,6 +295,7 @@ def test_the_engine_goes_on_if_it_displaces_its_only_request(room: dict[str, int
     assert engine.preempted == {"urgent": 0, "long": 1}
     assert engine.token_times["urgent"][0] < 0.7
     assert len(engine.token_times["long"]) == 80
+    assert [one.message for one in caplog.records if "preempted" in one.message] == [f"preempted: {reason}"]
 
 
 @pytest.mark.parametrize(

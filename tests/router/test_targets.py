@@ -250,8 +250,10 @@ async def test_the_next_worker_hears_of_them_too(
         (Progress(), "unavailable", 0.1, (False, False, None)),
         (Progress(), "invalid_argument", 0.1, (None, None, None)),
         (Progress(), "cancelled", 0.1, (None, None, None)),
+        (Progress(), "aborted", 0.1, (None, None, None)),
         (Progress(), "cancelled", 0.4, (False, None, None)),
         (Progress(first_token_at=0.2, last_token_at=0.3, num_output_tokens=2), "cancelled", 9, (True, True, 100)),
+        (Progress(first_token_at=0.2, last_token_at=0.3, num_output_tokens=2), "aborted", 9, (True, True, 100)),
         (Progress(first_token_at=0.2, last_token_at=0.3, num_output_tokens=2), "unavailable", 9, (True, False, 100)),
     ],
 )
@@ -370,6 +372,7 @@ async def test_a_beam_search_has_targets_for_each_step(start_worker: StartWorker
         answer = await client.post("/v1/completions", json={**asked, "slo": {"ttft_ms": 90, "tpot_ms": 9}})
     assert answer.status_code == 200, answer.text
     heard = [
-        (len(one.prompt_token_ids), *targets) for one, targets in zip([*worker.requests], told(worker), strict=True)
+        (len(one.prompt_token_ids), *targets, one.is_follow_up)
+        for one, targets in zip([*worker.requests], told(worker), strict=True)
     ]
-    assert sorted(heard) == [(2, 90, 9), (3, 9, None), (3, 9, None)]
+    assert sorted(heard) == [(2, 90, 9, False), (3, 9, None, True), (3, 9, None, True)]

@@ -201,6 +201,7 @@ class DecodeRequest(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    IS_FOLLOW_UP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """as the router knows the worker; refused if it differs"""
@@ -217,6 +218,8 @@ class DecodeRequest(_message.Message):
     tracestate: _builtins.str
     age_ms: _builtins.float
     """how long ago the request came to its router, as this is sent"""
+    is_follow_up: _builtins.bool
+    """a further step of a beam search: it is never refused for being late"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -258,10 +261,11 @@ class DecodeRequest(_message.Message):
         tracestate: _builtins.str = ...,
         targets: _types_pb2.LatencyTargets | None = ...,
         age_ms: _builtins.float = ...,
+        is_follow_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "hedge_after_s", b"hedge_after_s", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "is_follow_up", b"is_follow_up", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hedge_after_s: _TypeAlias = _typing.Literal["hedge_after_s"]  # noqa: Y015
     _WhichOneofArgType__hedge_after_s: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s"]  # noqa: Y015

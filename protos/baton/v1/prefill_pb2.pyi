@@ -80,6 +80,7 @@ class PrefillStart(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    IS_FOLLOW_UP_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
@@ -97,6 +98,8 @@ class PrefillStart(_message.Message):
     tracestate: _builtins.str
     age_ms: _builtins.float
     """how long ago the request came to its router, as this is sent"""
+    is_follow_up: _builtins.bool
+    """as in DecodeRequest"""
     peer: _builtins.bytes
     """the caller's KVConnector.describe() if it lends blocks before first_block"""
     @_builtins.property
@@ -126,11 +129,12 @@ class PrefillStart(_message.Message):
         tracestate: _builtins.str = ...,
         targets: _types_pb2.LatencyTargets | None = ...,
         age_ms: _builtins.float = ...,
+        is_follow_up: _builtins.bool = ...,
         peer: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "is_follow_up", b"is_follow_up", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
