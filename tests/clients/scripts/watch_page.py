@@ -130,6 +130,25 @@ def look_at_requests(page: Page, request_id: str) -> None:
     page.click("#tab-decisions")
     page.wait_for_selector("#decisions tbody li")
     assert "decode by" in page.locator("#decisions tbody").inner_text()
+    look_while_decisions_come(page)
+
+
+def look_while_decisions_come(page: Page) -> None:
+    """A link that has the focus keeps it, and a text stays selected, when there are further rows above."""
+    number = page.locator("#decisions tbody tr").count()
+    page.evaluate("""() => {
+      window.link = document.querySelector("#decisions tbody a");
+      window.link.focus();
+      getSelection().selectAllChildren(document.querySelector("#decisions tbody li"));
+      window.selected = getSelection().toString();
+      const body = JSON.stringify({ prompt: "Hello", max_tokens: 1 });
+      fetch("../v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    }""")
+    page.locator("#decisions tbody tr").nth(number).wait_for()
+    assert page.evaluate("document.activeElement === window.link && window.link.isConnected")
+    assert page.evaluate("window.selected && getSelection().toString() === window.selected")
+    page.click("#decisions thead button:has-text('Prompt')")
+    assert page.locator("#decisions th[aria-sort=descending]").count() == 1
 
 
 def ask_for_a_key(browser: Browser) -> None:
