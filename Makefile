@@ -140,7 +140,7 @@ ci: ## Do all that CI does
 	@bash .ci/run
 
 clean: ## Remove environments, caches and build output
-	rm -rf $(VENV) .venv-lmcache .venv-clients engine/kernels/lib build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lmcache .venv-clients .venv-peers engine/kernels/lib build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LMCACHE := .venv-lmcache
@@ -170,6 +170,20 @@ $(CLIENTS)/.installed-%: requirements-clients.txt
 	@$(CLIENTS)/bin/python -m pip install -qq --no-deps --no-compile --requirement requirements-clients.txt
 	@rm -f $(CLIENTS)/.installed-*
 	@touch $@
+
+PEERS := .venv-peers
+
+.PHONY: peers test-peers
+peers: $(PEERS)/.installed-$(shell cksum < requirements-peers.txt | cut -d' ' -f1) ## Make .venv-peers: aiperf, guidellm and the benchmark of vLLM (1.5 GB)
+
+$(PEERS)/.installed-%: requirements-peers.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS) || { rm -rf $(PEERS); exit 1; }
+	@$(PEERS)/bin/python -m pip install -qq --no-deps --no-compile --requirement requirements-peers.txt
+	@rm -f $(PEERS)/.installed-*
+	@touch $@
+
+test-peers: $(STAMP) kernels peers ## Run other houses' benchmarks against Baton, and compare what they find with `baton bench serve`
+	@$(BIN)/python -m pytest tests/clients/test_peers.py
 
 .PHONY: image kube-up test-kube test-kube-full bench-kube
 image: $(STAMP) ## Build the images baton-router and baton-cpu with buildah, podman or docker (images/build says more)
