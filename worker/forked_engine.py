@@ -16,6 +16,8 @@ import sys
 import traceback
 from collections.abc import Mapping
 
+from common.errors import StartupError
+
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -50,8 +52,14 @@ class ForkedEngine:
 
     async def start(self, environment: Mapping[str, str]) -> ForkedEngine:  # noqa: ARG002
         """In place of `worker.engine_process.start_process`; begins to watch for its end. The engine has the
-        environment that it was forked with."""
-        loop, ended = asyncio.get_running_loop(), os.pidfd_open(self.pid)
+        environment that it was forked with. Raises `StartupError`."""
+        loop = asyncio.get_running_loop()
+        try:
+            ended = os.pidfd_open(self.pid)
+        except OSError as error:
+            self.kill()
+            await asyncio.to_thread(os.waitpid, self.pid, 0)
+            raise StartupError(f"the engine's end cannot be watched: {error}") from error
 
         def end() -> None:
             loop.remove_reader(ended)

@@ -7,6 +7,12 @@ import msgspec
 MAX_BYTES = 1 << 16
 
 
+class Imported(msgspec.Struct, frozen=True, tag=True):
+    """From the server, before all else: it has imported what workers need. `reason` is why it can fork none."""
+
+    reason: str = ""
+
+
 class Fork(msgspec.Struct, frozen=True, tag=True):
     """To the server: fork a worker. Comes with two descriptors, its standard output and error. Answered by `Forked`."""
 
@@ -35,7 +41,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     code: int  # exit code; -N if signal N ended it
 
 
-Message = Fork | Reap | Forked | Ended
+Message = Imported | Fork | Reap | Forked | Ended
 
 
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)

@@ -1,7 +1,7 @@
 """Workers of a stack that are forks of one process, which has imported all that they need: its stack's side.
 
     stack ──Fork──> fork server ──fork──> front of a worker ──fork──> its engine
-          <──Forked, Ended──
+          <──Imported, Forked, Ended──
 
 So a worker costs neither the time of imports nor the memory of what was imported, and a hundred simulated ones fit into
 one machine. Each still is two processes, which are killed, drained and started again one by one. Linux only.
@@ -16,15 +16,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from baton.stack.fork_messages import MAX_BYTES, Ended, Fork, Forked, Reap, decode, encode
+from baton.stack.fork_messages import MAX_BYTES, Ended, Fork, Forked, Imported, Reap, decode, encode
 from common.errors import StartupError
 
-_MODULE = "baton.stack.forked_workers"
-_ANSWER_TIMEOUT_S = 60.0  # the first answer comes once all is imported
+COMMAND = (sys.executable, "-m", "baton.stack.forked_workers")
+_ANSWER_TIMEOUT_S = 20.0  # of a fork, which takes milliseconds; many other processes may be starting
 _TETHER = str(Path(__file__).with_name("tether.py"))
 
 
@@ -63,10 +63,20 @@ class ForkedProcess:
 
 
 class ForkServer:
-    def __init__(self, model: str, cache_dir: str, environ: Mapping[str, str]) -> None:
-        """Starts the server, which ends with this process, and its forks with it. `model` and `cache_dir` are settings
-        of all workers, and `environ` their environment. Must run in the main thread: the kernel ties the server's life
-        to the thread that started it. Raises `StartupError`."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        on_imported: Callable[[Imported], object],
+        import_timeout_s: float,
+    ) -> None:
+        """Starts the server, which ends with this process, and its forks with it. `environ` is the workers'
+        environment. Does not wait for its imports: another thread calls `on_imported` once they are done, or once it is
+        clear that they never will be. Must run in the main thread: the kernel ties the server's life to the thread that
+        started it. Raises `StartupError`."""
+        self._imported: Imported | None = None
+        self._on_imported = on_imported
+        self._import_timeout_s = import_timeout_s
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers: queue.SimpleQueue[Forked] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -77,7 +87,7 @@ class ForkServer:
         with theirs:
             try:
                 self._server = subprocess.Popen(  # noqa: S603 - our own command
-                    [*tether, sys.executable, "-m", _MODULE, fd, model, cache_dir],
+                    [*tether, *command, fd],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env=dict(environ),
@@ -86,14 +96,24 @@ class ForkServer:
                 )
             except OSError as error:
                 raise StartupError(f"the workers' fork server cannot be started: {error}") from error
-        threading.Thread(target=self._read, name="fork-server", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="fork-server", daemon=True)
+        self._reader.start()
 
     @property
     def is_running(self) -> bool:
         return self._server.poll() is None
 
+    @property
+    def has_imported(self) -> bool:
+        """Whether it has said what it can do. It may have ended since."""
+        return self._imported is not None
+
+    @property
+    def can_fork(self) -> bool:
+        return self._imported is not None and not self._imported.reason
+
     def start(self, name: str, arguments: Sequence[str], cores: Sequence[int] = ()) -> ForkedProcess:
-        """A worker as `baton ARGUMENTS` would run it. Raises `StartupError`."""
+        """A worker as `baton ARGUMENTS` would run it. Call it if it `can_fork`. Raises `StartupError`."""
         out, err = os.pipe(), os.pipe()
         try:
             socket.send_fds(self._socket, [encode(Fork(name, list(arguments), list(cores)))], [out[1], err[1]])
@@ -131,10 +151,16 @@ class ForkServer:
         """Ends the server, and with it what is left of its forks."""
         self._server.kill()
         self._server.wait()
+        self._reader.join(_ANSWER_TIMEOUT_S)
+        self._socket.close()
 
     def _read(self) -> None:
+        self._socket.settimeout(self._import_timeout_s)
         while packet := self._receive():
             match decode(packet):
+                case Imported() as imported:
+                    self._socket.settimeout(None)
+                    self._tell(imported)
                 case Forked() as answer:
                     self._answers.put(answer)
                 case Ended(pid, code):
@@ -144,12 +170,19 @@ class ForkServer:
                             self._ended_early[pid] = code
                     if process is not None:
                         process.ended(code)
+        if self._imported is None:
+            self._server.kill()  # it may still run
+            self._tell(Imported(f"it ended, or imported for {self._import_timeout_s:g} s (--start-timeout)"))
         # Linux has killed all of its forks.
         self._answers.put(Forked(0, "the fork server has ended"))
         with self._lock:
             left = list(self._processes.values())
         for process in left:
             process.ended(-int(signal.SIGKILL))
+
+    def _tell(self, imported: Imported) -> None:
+        self._imported = imported
+        self._on_imported(imported)
 
     def _receive(self) -> bytes:
         try:

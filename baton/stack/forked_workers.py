@@ -1,4 +1,4 @@
-"""`python -m baton.stack.forked_workers FD MODEL CACHE_DIR`: imports what a simulated worker needs, and forks workers.
+"""`python -m baton.stack.forked_workers MODEL CACHE_DIR FD`: imports what a simulated worker needs, and forks workers.
 
 FD is the socket by which `baton.stack.fork_server` asks for them. This process only imports and forks: a process that
 uses gRPC, an event loop or threads cannot be forked safely.
@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import selectors
+import signal
 import socket
 import sys
 import traceback
@@ -29,7 +30,7 @@ import engine.learning.start
 import engine.step_profiler  # noqa: F401
 from baton.cli.options import SettingsCommand
 from baton.settings import WORKER_SETTINGS
-from baton.stack.fork_messages import MAX_BYTES, Ended, Fork, Forked, Reap, decode, encode
+from baton.stack.fork_messages import MAX_BYTES, Ended, Fork, Forked, Imported, Reap, decode, encode
 from common.errors import BatonError
 from common.types import WorkerRole
 from engine.loading.embedded_model import ensure_model
@@ -62,24 +63,32 @@ class Server:
     def _do(self, packet: bytes, fds: Sequence[int]) -> None:
         match decode(packet):
             case Fork() as asked:
-                self._stack.send(encode(self._fork(asked, *fds)))
+                self._stack.send(encode(self._fork(asked, fds)))
             case Reap(pid):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
 
-    def _fork(self, asked: Fork, stdout: int, stderr: int) -> Forked:
+    def _fork(self, asked: Fork, fds: Sequence[int]) -> Forked:
         own = os.getpid()
         try:
+            if len(fds) < 2:
+                return Forked(0, "the fork server has too many open files")
             pid = os.fork()
         except OSError as error:
             return Forked(0, str(error))
         finally:
             if os.getpid() == own:
-                os.close(stdout)
-                os.close(stderr)
+                for fd in fds:
+                    os.close(fd)
         if pid == 0:
-            self._become_worker(asked, own, stdout, stderr)
-        self._ends[pid] = ended = os.pidfd_open(pid)
+            self._become_worker(asked, own, *fds)
+        try:
+            ended = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return Forked(0, f"its end cannot be watched: {error}")
+        self._ends[pid] = ended
         self._watched.register(ended, selectors.EVENT_READ, pid)
         return Forked(pid)
 
@@ -121,16 +130,27 @@ def run_worker(name: str, arguments: Sequence[str]) -> int:
     return found if isinstance(found, int) else 0
 
 
-def main(fd: str, model: str, cache_dir: str) -> None:
+def why_no_forks() -> str:
+    """Why this process can fork no worker; empty if it can."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "a library has started a thread when it was imported"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"the end of a process cannot be watched: {error}"
+    return ""
+
+
+def main(model: str, cache_dir: str, fd: str) -> None:
     connector_class("shared_storage")  # others bring torch or begin threads: each engine imports its own
     with contextlib.suppress(BatonError):  # each worker says so itself
         read_simulated_model(ensure_model(model, cache_dir, lambda _: None))
-    if len(os.listdir("/proc/self/task")) > 1:
-        sys.exit("baton: error: a library has started a thread when it was imported: no worker can be forked")
     gc.collect()
     gc.freeze()  # what was imported is never garbage, and a look at it would copy its pages
     with socket.socket(fileno=int(fd)) as stack:
-        Server(stack).serve()
+        stack.send(encode(Imported(reason := why_no_forks())))
+        if not reason:
+            Server(stack).serve()
 
 
 if __name__ == "__main__":

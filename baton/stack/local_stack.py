@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.settings import PREFIX
+from baton.stack.fork_messages import Imported
 from baton.stack.fork_server import ForkServer
 from baton.stack.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start, watched
 from common.errors import BatonError, StartupError
@@ -49,8 +50,7 @@ class Forks:
     """Children that are forks of one process (`baton.stack.fork_server`)."""
 
     names: frozenset[str]
-    model: str
-    cache_dir: str
+    command: Sequence[str]  # of that process
 
 
 @dataclass(slots=True)
@@ -73,6 +73,7 @@ class Stack:
     children: list[Child] = field(default_factory=list)
     ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
     _fork_server: ForkServer | None = None
+    _unforked: list[str] = field(default_factory=list)  # children that wait for the fork server
     _starts: dict[str, float] = field(default_factory=dict)  # children to be started again: time.monotonic()
 
     def start(self) -> Addresses | Signalled:
@@ -81,8 +82,8 @@ class Stack:
         Raises StartupError when a child ends or `start_timeout` passes.
         """
         deadline = time.monotonic() + self.start_timeout
-        for name in sorted(self.commands, key=self._is_forked):  # those last: the first one waits for imports
-            self.children.append(self._spawn(name))
+        for name in self.commands:
+            self._begin(name)
         while True:
             asked_at = time.monotonic()
             if not (why := self._why_not_ready()):
@@ -90,9 +91,10 @@ class Stack:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StartupError(f"not ready after {self.start_timeout:g} s (--start-timeout): {why}")
-            self.progress(len(self.ready), len(self.children))
+            self.progress(len(self.ready), len(self.commands))
             asked_s = time.monotonic() - asked_at  # a large fleet takes longer to look at
-            match self._next(left if len(self.ready) < len(self.children) else max(_POLL_S, asked_s)):
+            wait_s = left if len(self.ready) < len(self.commands) else max(_POLL_S, asked_s)
+            match self._next(0.0 if self._fork_next() else wait_s):
                 case Ready(child, fields):
                     self.ready[child.name] = fields
                 case Ended(child):
@@ -101,6 +103,8 @@ class Stack:
                     return event
                 case Finished(_, BatonError() as error):  # the work has not begun: it is a defect of ours
                     raise error
+                case Imported(reason):
+                    self._know_forks(reason)
         return self.addresses()
 
     def addresses(self) -> Addresses:
@@ -108,7 +112,7 @@ class Stack:
         return Addresses(fields["http"], fields["grpc"])
 
     def _why_not_ready(self) -> str:
-        late = ", ".join(child.name for child in self.children if child.name not in self.ready)
+        late = ", ".join(name for name in self.commands if name not in self.ready)
         return f"waiting for {late}" if late else self.not_ready(self.addresses())
 
     def watch(self) -> Signalled | Finished:
@@ -117,7 +121,8 @@ class Stack:
         restarts = Restarts(self.max_restarts, self.first_delay_s)
         while True:
             due = min(self._starts.values(), default=None)
-            match self._next(None if due is None else due - time.monotonic()):
+            wait_s = None if due is None else due - time.monotonic()
+            match self._next(0.0 if self._fork_next() else wait_s):
                 case None:
                     self._start_again()
                 case Ready(child):
@@ -125,6 +130,8 @@ class Stack:
                     log.info("a %s is back", kind, extra={kind: child.name})
                 case Ended(child):
                     self._plan_restart(child, restarts)
+                case Imported(reason):
+                    self._know_forks(reason)
                 case Signalled() | Finished() as event:
                     return event
 
@@ -145,28 +152,61 @@ class Stack:
 
     def _start_again(self) -> None:
         """Starts the children again whose time has come."""
-        for position, child in enumerate(self.children):
+        for child in list(self.children):
             if self._starts.get(child.name, math.inf) <= time.monotonic():
                 del self._starts[child.name]
-                self.children[position] = self._spawn(child.name)
+                self._begin(child.name)
 
-    def _spawn(self, name: str) -> Child:
+    def _begin(self, name: str) -> None:
+        """Starts a child, or has it wait until the fork server has imported what it needs."""
+        child = self._fork(name) if self.forks is not None and name in self.forks.names else self._spawn(name)
+        if child is None:
+            self._unforked.append(name)
+        else:
+            self.children = [*(one for one in self.children if one.name != name), child]
+
+    def _fork_next(self) -> bool:
+        """Starts one child that waited for the fork server; False if there is none, or that server is not ready. One at
+        a time, so that a signal between two of a hundred is seen."""
+        is_known = self.forks is None or (self._fork_server is not None and self._fork_server.can_fork)
+        if not self._unforked or not is_known:
+            return False
+        self._begin(self._unforked.pop(0))
+        return True
+
+    def _know_forks(self, reason: str) -> None:
+        """The fork server has imported all, and cannot fork if there is a `reason`."""
+        if reason:
+            log.warning("workers cannot be forked, so each imports all for itself", extra={"reason": reason})
+            self.forks = None
+
+    def _environ(self, name: str) -> dict[str, str]:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         environ |= self.variables.get(name, {})
         environ["PYTHONUNBUFFERED"] = "1"
+        return environ
+
+    def _spawn(self, name: str) -> Child:
         cores = () if name == LMCACHE else self.front_cores  # it copies KV, for prefill and decode alike
         command = self.commands[name]
         if name == self.router and name in self.ready:
             command = _at(self.addresses(), command)
-        if self.forks is None or not self._is_forked(name):
-            return start(name, command, self.events, environ=environ, cores=cores)
-        if self._fork_server is None or not self._fork_server.is_running:
-            self._fork_server = ForkServer(self.forks.model, self.forks.cache_dir, environ)
-        process = self._fork_server.start(name, command[len(BATON) :], cores)
-        return watched(Child(name, process), self.events)
+        return start(name, command, self.events, environ=self._environ(name), cores=cores)
 
-    def _is_forked(self, name: str) -> bool:
-        return self.forks is not None and name in self.forks.names
+    def _fork(self, name: str) -> Child | None:
+        """None while the fork server imports."""
+        assert self.forks is not None  # noqa: S101 (the child is one of them)
+        server = self._fork_server
+        if server is not None and server.has_imported and not server.is_running:
+            server.close()
+            server = None
+        if server is None:
+            server = ForkServer(self.forks.command, self._environ(name), self.events.put, self.start_timeout)
+            self._fork_server = server
+        if not server.can_fork:
+            return None
+        process = server.start(name, self.commands[name][len(BATON) :], self.front_cores)
+        return watched(Child(name, process), self.events)
 
     def _workers(self) -> list[Child]:
         return [child for child in self.children if child.name not in (self.router, LMCACHE)]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from baton.stack.fork_messages import Imported
 from baton.stack.fork_server import ForkedProcess
 from common.errors import BatonError, InternalError, StartupError
 
@@ -59,7 +60,7 @@ class Finished:
     error: BatonError | None = None
 
 
-Event = Ready | Ended | Signalled | Finished
+Event = Ready | Ended | Signalled | Finished | Imported
 Events = queue.SimpleQueue[Event]  # its put() may be called from a signal handler
 
 

@@ -25,7 +25,7 @@ from baton.settings import (
     load,
     to_flags,
 )
-from baton.stack import lmcache_server
+from baton.stack import fork_server, lmcache_server
 from baton.stack.local_stack import BATON, LMCACHE, Addresses, Forks, Stack
 from common.config import (
     LimitSettings,
@@ -161,6 +161,7 @@ def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.env
         log_format=settings.log_format,
     )
     commands["router"] = baton_command("router", router)
+    forks = Forks(workers, (*fork_server.COMMAND, settings.model, settings.cache_dir))
     return Stack(
         commands,
         settings.drain_timeout,
@@ -168,7 +169,7 @@ def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.env
         max_restarts=settings.max_restarts,
         front_cores=fronts,
         variables={name: router_variables if name == "router" else worker_variables for name in commands},
-        forks=Forks(workers, settings.model, settings.cache_dir) if is_simulated and sys.platform == "linux" else None,
+        forks=forks if is_simulated and sys.platform == "linux" else None,
         not_ready=fleet_not_ready if not _SECURED & router_variables.keys() else lambda _: "",
     )
 
