@@ -7,6 +7,7 @@ What a double cannot hold is refused, and so is what it reads inexactly: decimal
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -14,6 +15,8 @@ from typing import Any
 
 from common.json_schema.plain import UnkeptError
 
+# Only \\uXXXX could write these, and the grammar's escapes lack it: llguidance leaves them out.
+_DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _TINY = 1e-18
 _DIGITS = 15
 _MAX_POWER = 22  # of ten, that is a double
@@ -36,7 +39,9 @@ def check_constant(value: Any, keyword: str, place: str) -> Any:
     if isinstance(value, list):
         return [check_constant(one, keyword, place) for one in value]
     if isinstance(value, dict):
-        return {key: check_constant(one, keyword, place) for key, one in value.items()}
+        return {check_constant(key, keyword, place): check_constant(one, keyword, place) for key, one in value.items()}
+    if isinstance(value, str) and (found := _DROPPED.search(value)) is not None:
+        raise UnkeptError(keyword, place, f"a text with U+{ord(found[0]):04X}, a control character, is not supported")
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = number(value, keyword, place)
         if not _is_kept(value):

@@ -16,7 +16,7 @@ from common.json_schema.references import DRAFT_6, DRAFT_7, DRAFT_2019, Document
 # Formats that llguidance keeps, and those that the standard defines and llguidance lacks. Any other is an annotation,
 # says the standard.
 _UNKEPT_FORMATS = frozenset(("idn-hostname",))
-FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
 # Formats that llguidance lacks and a pattern says, of most texts. Left out are: of references (RFC 3986, 3987) those
 # with an IP literal; of addresses (RFC 6531) quoted ones and the letters of some scripts; of regular expressions names
@@ -61,7 +61,22 @@ def _expressions(depth: int) -> str:
     return rf"{one}*(?:\|{one}*)*"
 
 
+# Of dates and times (RFC 3339): llguidance takes 29 February in all years, and a leap second at any time. Here a leap
+# second is at 23:59:60 UTC, and UTC is its only offset.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = (
+    "(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:[.][0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+    "|23:59:60(?:[.][0-9]+)?(?:[Zz]|[+-]00:00))"
+)
+
 _PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[Tt]{_TIME}$",
     "json-pointer": f"^{_TOKENS}$",
     "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_TOKENS})$",
     "uri-reference": _URI_REFERENCE,
@@ -248,6 +263,7 @@ class Reader:
 
     def _properties(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         plain["properties"] = self._mapping(value, location / "properties")
+        numbers.check_constant(list(value), "properties", str(location))
 
     def _patterns(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         plain["patternProperties"] = self._mapping(value, location / "patternProperties")
@@ -347,6 +363,7 @@ def _negated(schema: Plain, location: Location) -> Plain:
 def _names(value: Any, keyword: str, location: Location) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise UnkeptError(keyword, str(location), "must be a list of texts")
+    numbers.check_constant(value, keyword, str(location))
     return list(dict.fromkeys(value))
 
 

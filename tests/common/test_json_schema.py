@@ -100,6 +100,21 @@ MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
             ['"^a(?:b|[^c-])+?[0-9]{2,}$"', r'"\\d\\.(x(?=y))*"', '"a{1,3}|"'],
             ['"("', '"[z-a]"', '"a**"', '"a{3,1}"', r'"\\q"', '"*a"'],
         ),
+        (
+            {"type": "string", "format": "date"},
+            ['"2024-02-29"', '"2000-02-29"', '"2023-02-28"', '"1999-12-31"'],
+            ['"2023-02-29"', '"1900-02-29"', '"2024-02-30"', '"2024-04-31"', '"2024-13-01"', '"2024-00-10"'],
+        ),
+        (
+            {"type": "string", "format": "date-time"},
+            ['"2024-02-29T12:00:00Z"', '"2016-12-31T23:59:60Z"', '"2023-01-31t01:02:03.5+01:30"'],
+            ['"1900-02-29T12:00:00Z"', '"2024-01-01T24:00:00Z"', '"2024-01-01"', '"2024-01-01T12:00:60Z"'],
+        ),
+        (
+            {"type": "string", "format": "time"},
+            ['"23:59:60Z"', '"12:00:59Z"', '"00:00:00.25-08:00"', '"23:59:60.5+00:00"'],
+            ['"12:00:60Z"', '"24:00:00Z"', '"12:60:00Z"', '"12:00:00"', '"23:59:60-08:00"'],
+        ),
         ({"type": "string", "format": "idn-email"}, ['"jürgen@例.jp"', '"a.b@c.de"'], ['"a"', '"a@b@c"', '"a b@c"']),
         ({"type": "string", "format": "iri"}, ['"http://例.jp/ä?ö#ü"', '"urn:a"'], ['"/ä"', '"http://a b"']),
         ({"type": "string", "format": "iri-reference"}, ['"/ä"', '"ä/b:c"', '"#ü"'], ['"a b"', '"ä:b"', '"<ä>"']),
@@ -240,6 +255,7 @@ MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
             ["9007199254740992", "-9007199254740992"],
             ["9007199254740993"],
         ),
+        ({"const": "\b\f\n\r\t\x80é"}, [json.dumps("\b\f\n\r\t\x80é", ensure_ascii=False)], ['""']),
         ({"const": 1152921504606846976}, ["1152921504606846976"], ["1152921504606846977"]),
         (
             {"type": "integer", "minimum": 0, "maximum": 9223372036854775807},
@@ -278,6 +294,12 @@ def _by(way: str, schema: object) -> Guided:
     [
         ({"enum": [1234567890123456789]}, "enum at #: 1234567890123456789 is a number that cannot be kept exactly"),
         ({"properties": {"a": {"const": [2**53 + 1]}}}, "const at #/properties/a: 9007199254740993"),
+        ({"const": "a\u0001b"}, "const at #: a text with U[+]0001, a control character, is not supported"),
+        ({"items": {"enum": ["a", {"b": ["\x7f"]}]}}, "enum at #/items: a text with U[+]007F"),
+        ({"const": {"\0": 1}}, "const at #: a text with U[+]0000"),
+        ({"properties": {"a\x1fb": True}}, "properties at #: a text with U[+]001F"),
+        ({"required": ["\x0b"]}, "required at #: a text with U[+]000B"),
+        ({"dependentRequired": {"a": ["\x0e"]}}, "dependencies at #/.*: a text with U[+]000E"),
         ({"const": -(2**63)}, "const at #: -9223372036854775808"),
         ({"type": "integer", "minimum": 2**63, "maximum": 2**63 + 1}, "minimum at #: 9223372036854775808"),
         ({"type": "integer", "minimum": -1e30, "maximum": -1e29}, "minimum at #: -1e[+]30"),
