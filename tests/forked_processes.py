@@ -31,9 +31,11 @@ import pytest
 
 FORK = multiprocessing.get_context("fork")
 Message = tuple[str, dict[str, Any]]
-"""A hook of pytest to call in the first process, and its arguments; or NEXT or BROKEN."""
+"""A hook of pytest to call in the first process, and its arguments; or NEXT, STOP or BROKEN."""
 NEXT = "next"  # the process is ready for a test
+STOP = "stop"  # a test has called `pytest.exit`
 BROKEN = "broken"  # an error that is none of a test's
+ORDERED = ("lf", "failedfirst", "stepwise", "at_most_seconds")  # options that choose or order tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--forks: {config.option.forks} is not a number of processes")
     if getattr(config.option, "numprocesses", None):
         raise pytest.UsageError("--forks and --numprocesses are two ways to do the same")
+    # For numpy and torch, which start threads as they are imported. A developer's own values are for other runs.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     early = config.option.early
     config.pluginmanager.register(Forks(config.option.forks, None if early is None else Path(early).resolve()))
 
@@ -74,6 +78,8 @@ class Forks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
+        if any(getattr(session.config.option, name, None) for name in ORDERED):
+            self._early = None
         if self._early is not None and not session.config.option.collectonly:
             self._start(session, self._early)
         with pytest.MonkeyPatch.context() as patch:
@@ -89,9 +95,8 @@ class Forks:
         option = session.config.option
         if option.collectonly or (session.testsfailed and not option.continue_on_collection_errors):
             return None  # pytest's own says so
-        if (num := len(os.listdir("/proc/self/task"))) > 1:
-            names = [one.name for one in threading.enumerate() if one is not threading.current_thread()]
-            raise pytest.UsageError(f"--forks: modules of tests start {num - 1} threads, which forks lack: {names}")
+        if names := _other_threads():
+            raise pytest.UsageError(f"--forks: modules of tests start {len(names)} threads, which forks lack: {names}")
         terminal: Any = session.config.pluginmanager.getplugin("terminalreporter")
         terminal.showfspath = False  # tests of several files end in turn
         for path, numbers in groupby(range(len(session.items)), lambda number: session.items[number].path):
@@ -113,6 +118,9 @@ class Forks:
     def pytest_sessionfinish(self) -> None:
         for one in self._forked:  # those that still run end with their test, since nobody hears them
             one.messages.close()
+        for one in self._forked:
+            one.process.join(timeout=10)
+            one.process.kill()
             one.process.join()
 
     def _start(self, session: pytest.Session, early: Path | None = None) -> None:
@@ -133,18 +141,19 @@ class Forks:
         self._forked.append(Forked(process, ours, early is not None))
 
     def _receive(self, session: pytest.Session) -> None:
-        """Waits for messages, and answers them."""
-        ready = wait([one.messages for one in self._forked] + [one.process.sentinel for one in self._forked])
+        """Waits for messages, and answers them. Processes that a test leaves keep connection and sentinel open."""
+        wait([one.messages for one in self._forked], timeout=0.2)
         for one in list(self._forked):
-            if one.messages in ready:
+            has_ended = one.process.exitcode is not None  # looked at first: what it has sent until then is read
+            if one.messages.poll():
                 message = None
-                with contextlib.suppress(EOFError, ConnectionError):  # it has ended
+                with contextlib.suppress(EOFError, OSError):  # it has ended; OSError: as it sent
                     message = one.messages.recv()
                 if message is not None:
                     self._answer(session, one, message)
                 else:
                     self._end(session, one)
-            elif one.process.sentinel in ready and not one.messages.poll():
+            elif has_ended:
                 self._end(session, one)
 
     def _answer(self, session: pytest.Session, one: Forked, message: Message) -> None:
@@ -152,6 +161,9 @@ class Forks:
         if hook == NEXT:
             with contextlib.suppress(ConnectionError):  # it has ended, as its next message will say
                 one.messages.send(self._next(session, one))
+        elif hook == STOP:
+            one.running = None
+            session.shouldstop = f"a test has called pytest.exit: {arguments['why']}"
         elif hook == BROKEN:
             raise RuntimeError(f"a process of the tests is broken:\n{arguments['text']}")
         elif hook == "pytest_runtest_logreport":
@@ -169,8 +181,7 @@ class Forks:
     def _next(self, session: pytest.Session, one: Forked) -> tuple[int, int | None] | None:
         """A test for this process, and the one that comes after it in its file; None if there is none."""
         if session.shouldfail or session.shouldstop:
-            one.ahead.clear()
-            self._files.clear()
+            one.ahead, self._files = deque(), deque()
         if not one.ahead and self._files:
             one.ahead = self._files.popleft()
         if not one.ahead:
@@ -199,6 +210,14 @@ class Forks:
             self._start(session)
 
 
+def _other_threads() -> list[str]:
+    """Names of all threads but this one. The system has a name for those that are not Python's."""
+    names = {one.native_id: one.name for one in threading.enumerate()}
+    for task in Path("/proc/self/task").glob("*"):  # none if the system is not Linux
+        names.setdefault(int(task.name), (task / "comm").read_text().strip())
+    return [name for number, name in names.items() if number != threading.get_native_id()]
+
+
 def _warm_up() -> None:
     """Does what the first property of each process would do: hypothesis reads the source of all modules for numbers
     and words to try, and a table of all characters."""
@@ -218,6 +237,7 @@ class Child:
 
     def __init__(self, session: pytest.Session, messages: Connection, number: int) -> None:
         self._session, self._messages = session, messages
+        self._last: pytest.Item | None = None  # the test that ran last
         config: Any = session.config
         plugins = config.pluginmanager
         plugins.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
@@ -242,13 +262,18 @@ class Child:
                 else:
                     self._run_early(early)
             finally:
-                self._session._setupstate.teardown_exact(None)  # what lives as long as the session
+                self._tear_down_session()
+            status = 0
+        except pytest.exit.Exception as error:
+            self._send(STOP, why=error.msg)
             status = 0
         except (EOFError, BrokenPipeError):  # the first process hears nothing any more
             pass
         except BaseException:
             self._send(BROKEN, text=traceback.format_exc())
         finally:
+            for left in multiprocessing.active_children():
+                left.terminate()
             os._exit(status)  # threads that a test left do not hold it up
 
     def _run_tests(self) -> None:
@@ -266,12 +291,23 @@ class Child:
         session.config.args = [str(path)]
         session.config.hook.pytest_collection(session=session)  # the first process says what is wrong with it
         for item, following in zip_longest(session.items, session.items[1:]):
+            if session.shouldfail or session.shouldstop:
+                return
             self._run_test(item, following)
 
     def _run_test(self, item: pytest.Item, following: pytest.Item | None) -> None:
         # What the session has is kept at the end of a file: as if a test of no file came next.
         next_item: Any = following or self._session
+        self._last = item
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+
+    def _tear_down_session(self) -> None:
+        """Ends what lives as long as the session. What fails then is told as an error of the last test."""
+        state, passed_on = self._session._setupstate, (pytest.exit.Exception, KeyboardInterrupt)
+        call = pytest.CallInfo.from_call(lambda: state.teardown_exact(None), when="teardown", reraise=passed_on)
+        if call.excinfo is not None and self._last is not None:
+            hook = self._last.ihook
+            hook.pytest_runtest_logreport(report=hook.pytest_runtest_makereport(item=self._last, call=call))
 
     def _send(self, hook: str, **arguments: Any) -> None:
         self._messages.send((hook, arguments))
@@ -288,20 +324,11 @@ class Child:
         self._send("pytest_runtest_logreport", data=data)
 
     def pytest_warning_recorded(
-        self,
-        warning_message: warnings.WarningMessage,
-        when: str,
-        nodeid: str,
-        location: tuple[str, int, str] | None,
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None
     ) -> None:
         if not self._tells:
             return
         told = warning_message
         text = f"{told.category.__name__}: {told.message}"  # the category may not be known to the first process
-        warning = {
-            "message": UserWarning(text),
-            "category": UserWarning,
-            "filename": told.filename,
-            "lineno": told.lineno,
-        }
-        self._send("pytest_warning_recorded", warning=warning, when=when, nodeid=nodeid, location=location)
+        data = {"message": UserWarning(text), "category": UserWarning, "filename": told.filename, "lineno": told.lineno}
+        self._send("pytest_warning_recorded", warning=data, when=when, nodeid=nodeid, location=location)
