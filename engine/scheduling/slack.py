@@ -257,11 +257,15 @@ class SlackPolicy:
                 if now <= pace.overdue_at and pace.due <= queue.late_due:
                     return
                 pace.is_late = True
-            elif pace.due - self._expected_s(head, pace) >= now and self._harm(head, queue, now) <= MOST_HARM:
+            elif self._may_be_in_time(head, pace, now) and self._harm(head, queue, now) <= MOST_HARM:
                 return
             else:
                 self._give_up(head, pace)
             queue.move(head)
+
+    def _may_be_in_time(self, request: Request, pace: Pace, now: float) -> bool:
+        """A further step of a search goes on however late it is, as a decode does."""
+        return request.is_follow_up or pace.due - self._expected_s(request, pace) >= now
 
     @staticmethod
     def _give_up(request: Request, pace: Pace) -> None:

@@ -219,6 +219,25 @@ def test_a_further_step_of_a_search_is_never_refused(
     assert not [one for one in caplog.records if "latency targets" in one.message]
 
 
+def test_a_further_step_of_a_search_that_is_late_goes_on_before_others() -> None:
+    """As a late decode does."""
+    engine = Timed(max_num_seqs=1)
+    engine.ask("runs", 10, 9, tpot_ms=50)
+    engine.step()
+    engine.ask("other", 10, ttft_ms=5000)
+    add(
+        engine.core,
+        "step",
+        [1] * 5,
+        1,
+        targets=LatencyTargets(40, None),
+        asked_time=engine.device.now,
+        is_follow_up=True,
+    )
+    engine.run()
+    assert engine.order == ["runs", "step", "other"]
+
+
 def test_who_waited_until_it_cannot_be_in_time_is_refused_then() -> None:
     engine = Timed(slo_late="refuse", max_num_seqs=1)
     engine.ask("runs", 10, 50, tpot_ms=1000)
