@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import ConfigDict, Field, Strict
 
 from common import json_schema
-from common.lark_text import ascii_classes, with_kept_schemas
+from common.lark_text import ascii_classes, kept_text
 from common.structural_tag import Forms, quoted, structural_tag_grammar
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ def _schema(text: str) -> object:
 
 
 def kept_lark(text: str, name: str) -> str:
-    """`text` itself if it is Lark, but for its `%json` schemas; translated if it is EBNF (`root ::= ...`). Raises
-    `ValueError` with the client's `name`."""
+    """`text` itself if it is Lark, but for `%json` schemas, and classes of ASCII; translated if it is EBNF
+    (`root ::= ...`). Raises `ValueError` with the client's `name`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     if sum(1 for _ in _RULE.finditer(text)) > MAX_RULES:  # of which each may name all others
@@ -196,4 +196,4 @@ def kept_lark(text: str, name: str) -> str:
     except Exception as error:  # the translator raises bare Exception
         raise ValueError(f"{name} cannot be parsed: {str(error)[:MAX_REASON_CHARS]}") from error
     options = {"json_allowed_escapes": _JSON_OPTIONS["json_allowed_escapes"]}
-    return with_kept_schemas(lark, lambda schema: kept_schema(schema, f"{name}: %json"), options)
+    return kept_text(lark, lambda schema: kept_schema(schema, f"{name}: %json"), options)

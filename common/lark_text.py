@@ -7,17 +7,20 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b\s*')
+_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/|%json\b\s*')
 _CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[a-zA-Z0-9_]", "W": "[^a-zA-Z0-9_]"}
 
 
-def with_kept_schemas(lark: str, kept_schema: Callable[[object], dict[str, Any]], options: dict[str, Any]) -> str:
-    """`lark` with each `%json` schema as `kept_schema` has it. A schema's own `x-guidance` adds to `options`."""
+def kept_text(lark: str, kept_schema: Callable[[object], dict[str, Any]], options: dict[str, Any]) -> str:
+    """`lark` with each `%json` schema as `kept_schema` has it, and classes of ASCII in its regular expressions. A
+    schema's own `x-guidance` adds to `options`."""
     pieces, end = [], 0
     while found := _TOKEN.search(lark, end):
-        pieces.append(lark[end : found.end()])
+        token = found[0]
+        is_regex = token.startswith("/") and not token.startswith("//")
+        pieces += [lark[end : found.start()], ascii_classes(token) if is_regex else token]
         end = found.end()
-        if not found[0].startswith("%json"):
+        if not token.startswith("%json"):
             continue
         try:
             schema, after = json.JSONDecoder().raw_decode(lark, end)

@@ -359,15 +359,36 @@ def test_llguidances_own_json_is_no_grammar() -> None:
         check_grammar(Guided(grammar=json.dumps({"grammars": [{"json_schema": {"const": 1}}]})))
 
 
-@pytest.mark.parametrize("way", ["regex", "structural_tag"])
-def test_classes_of_regular_expressions_are_those_of_ascii(way: str) -> None:
-    regex = r"\d+[\w.]\\d\D"
-    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": regex}}
-    matcher = matcher_of(Guided(regex=regex) if way == "regex" else Guided(structural_tag=json.dumps(tag)))
+ASCII = r"\d+[\w.]\\d\D"
+
+
+def _tag(kind: str, **fields: str) -> Guided:
+    return Guided(structural_tag=json.dumps({"type": "structural_tag", "format": {"type": kind, **fields}}))
+
+
+@pytest.mark.parametrize(
+    "guided",
+    [
+        Guided(regex=ASCII),
+        _tag("regex", pattern=ASCII),
+        Guided(grammar=f"start: /{ASCII}/"),
+        Guided(grammar=f'start: "" A // /\nA: /\\d+/ "" /{ASCII[3:]}/'),
+        _tag("grammar", grammar=f"start: /{ASCII}/"),
+    ],
+    ids=["regex", "tag of a regex", "lark", "lark with a comment", "tag of lark"],
+)
+def test_classes_of_regular_expressions_are_those_of_ascii(guided: Guided) -> None:
+    matcher = matcher_of(guided)
     assert takes(matcher, "12_\\d٣")
     assert takes(matcher, "12.\\dx")
     assert not takes(matcher, "٣_\\dx")
     assert not takes(matcher, "1é\\dx")
+
+
+def test_a_regular_expression_of_two_lines_has_classes_of_ascii() -> None:
+    matcher = matcher_of(Guided(grammar="start: /a\n\\d/"))
+    assert takes(matcher, "a\n1")
+    assert not takes(matcher, "a\n٣")
 
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

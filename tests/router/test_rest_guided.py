@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from common.guided import Guided
+from router.preparing import guided
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
 from tests.router.test_every_parameter import in_the_engine
@@ -153,6 +154,13 @@ async def test_what_a_schema_cannot_keep_is_named(router: RunningRouter, schema:
     for fields in given:
         response = await post(router, **fields)  # type: ignore[arg-type]
         assert (response.status_code, words in response.text) == (400, True), response.text
+
+
+async def test_others_grammars_take_too_long(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided, "MAX_WAIT_S", -1.0)
+    response = await post(router, guided_regex="one that nobody else asks for")
+    assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
+    assert "others' grammars" in response.json()["error"]["message"]
 
 
 async def test_half_a_surrogate_pair_is_refused(router: RunningRouter) -> None:
