@@ -49,6 +49,16 @@ _LIMITS = (
     ("too many expressions", "it costs too much to follow: its repetitions or alternatives are too many"),
     ("precomputation failed", "it costs too much to compile"),
     ("initial_lexer_fuel", "it costs too much to compile"),
+    ("recursion limit exceeded", "it is nested too deeply once its keywords are written out"),
+    ("schema too large", "its schema is too large once its keywords are written out"),
+    (
+        "Unsatisfiable schema: Regex is empty",
+        "no text matches it: its patterns, formats and lengths exclude each other",
+    ),
+    ("are not disjoint", "patternProperties: two of its patterns may hold for one key"),
+    ("error: look-around", "a regular expression has look-around, which is not supported"),
+    ("lookarounds not supported", "a regular expression has look-around or \\b, which is not supported"),
+    ("error: backreferences", "a regular expression has a back-reference, which is not supported"),
     ("lexer states", "it costs too much to follow: too many states"),
 )
 
@@ -119,7 +129,10 @@ def _grammar_of(guided: Guided) -> str:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', None, _JSON_OPTIONS)
     if guided.json_schema:
         schema = kept_schema(_schema(guided.json_schema), "json_schema")
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), None, _JSON_OPTIONS)
+        try:
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), None, _JSON_OPTIONS)
+        except ValueError as error:
+            raise ValueError(grammar_error(guided, str(error))) from error
     if guided.regex:
         return LLMatcher.grammar_from_regex(ascii_classes(guided.regex))
     if guided.choice:
@@ -146,7 +159,8 @@ def grammar_error(guided: Guided, error: str) -> str:
 def failure_reason(error: str) -> str:
     """llguidance's error in one line; in other words if it names limits of its own."""
     first = " ".join(error.partition("<state>")[0].split())
-    return next((words for mark, words in _LIMITS if mark in first), first[:MAX_REASON_CHARS])
+    words = next((words for mark, words in _LIMITS if mark in first), first[:MAX_REASON_CHARS])
+    return words.replace("Unsatisfiable schema:", "no text matches it:")
 
 
 def json_text(value: object) -> str:

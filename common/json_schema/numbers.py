@@ -15,8 +15,9 @@ from typing import Any
 
 from common.json_schema.plain import UnkeptError
 
-# Only \\uXXXX could write these, and the grammar's escapes lack it: llguidance leaves them out.
-_DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+# The grammar's escapes lack \uXXXX, so llguidance leaves these control characters out. It reads no halves of surrogate
+# pairs.
+_DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 _TINY = 1e-18
 _DIGITS = 15
 _MAX_POWER = 22  # of ten, that is a double
@@ -41,7 +42,7 @@ def check_constant(value: Any, keyword: str, place: str) -> Any:
     if isinstance(value, dict):
         return {check_constant(key, keyword, place): check_constant(one, keyword, place) for key, one in value.items()}
     if isinstance(value, str) and (found := _DROPPED.search(value)) is not None:
-        raise UnkeptError(keyword, place, f"a text with U+{ord(found[0]):04X}, a control character, is not supported")
+        raise UnkeptError(keyword, place, f"a text with U+{ord(found[0]):04X} is not supported")
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = number(value, keyword, place)
         if not _is_kept(value):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,21 @@ def lookaheads(pattern: str) -> tuple[list[str], list[str]] | None:
         (matching if pattern[at + 2] == "=" else others).append(f"^(?:{pattern[at + 3 : end]})")
         at = end + 1
     return ([f"^{pattern[at:]}", *matching], others) if at > 1 else None
+
+
+_PIECE = re.compile(r"\\(.)|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<?[=!]", re.DOTALL)
+
+
+def unsupported(pattern: str) -> str:
+    """What llguidance lacks of all that `pattern` has; empty if it lacks nothing known."""
+    for found in _PIECE.finditer(pattern):
+        if found[0].startswith("(?"):
+            return f"look-around ({found[0]})"
+        if found[1] is not None and found[1] in "bB":
+            return f"look-around ({found[0]})"
+        if found[1] is not None and found[1] in "123456789k":
+            return f"a back-reference ({found[0]})"
+    return ""
 
 
 def has_inner_anchor(pattern: str) -> bool:

@@ -5,6 +5,7 @@ Older drafts are read as what they mean in 2020-12. Keywords that a draft does n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,7 @@ _SINCE = {
         DRAFT_2019,
     ),
 }
+_MAX_SIZE = 2**32 - 1  # that llguidance reads. As an upper bound a larger one constrains nothing
 _SIZES = [
     "minLength",
     "maxLength",
@@ -151,6 +153,7 @@ class Reader:
             if _SINCE.get(keyword, 0) > location.draft:
                 continue
             if keyword == "pattern" and isinstance(value, str) and (ahead := lookaheads(value)) is not None:
+                _check_pattern(value, keyword, location)
                 parts.append(("allOf", self._ahead(*ahead, location), str(location / keyword)))
                 continue
             if (read := _KEYWORDS.get(keyword)) is not None and not (keyword == "format" and value in list(_PATTERNS)):
@@ -243,11 +246,15 @@ class Reader:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UnkeptError(keyword, str(location), f"must be an integer of at least 0, not {value!r}")
-        plain[keyword] = value
+        if value <= _MAX_SIZE:
+            plain[keyword] = value
+        elif keyword.startswith("min"):
+            raise UnkeptError(keyword, str(location), f"must be at most {_MAX_SIZE}")
 
     def _pattern(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         if not isinstance(value, str):
             raise UnkeptError("pattern", str(location), "must be a text")
+        _check_pattern(value, "pattern", location)
         plain["pattern"] = value
 
     def _format(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
@@ -267,6 +274,8 @@ class Reader:
 
     def _patterns(self, _: Any, value: Any, location: Location, plain: dict[str, Any]) -> None:
         plain["patternProperties"] = self._mapping(value, location / "patternProperties")
+        for pattern in value:
+            _check_pattern(pattern, "patternProperties", location)
 
     def _inner(self, value: Any, location: Location, plain: dict[str, Any], keyword: str) -> None:
         plain[keyword] = self._schema(value, location / keyword)
@@ -358,6 +367,11 @@ class Reader:
 
 def _negated(schema: Plain, location: Location) -> Plain:
     return {"type": TYPES, "parts": [("not", schema, str(location))]}
+
+
+def _check_pattern(pattern: str, keyword: str, location: Location) -> None:
+    if (found := re.search(r"[\ud800-\udfff]", pattern)) is not None:
+        raise UnkeptError(keyword, str(location), f"a text with U+{ord(found[0]):04X} is not supported")
 
 
 def _names(value: Any, keyword: str, location: Location) -> list[str]:

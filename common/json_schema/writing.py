@@ -11,7 +11,7 @@ from typing import Any
 from common.json_schema import numbers
 from common.json_schema.emptiness import is_empty
 from common.json_schema.negation import Negation
-from common.json_schema.patterns import UnreadError, has_inner_anchor, texts
+from common.json_schema.patterns import UnreadError, has_inner_anchor, texts, unsupported
 from common.json_schema.plain import (
     NUMBERS,
     TYPES,
@@ -104,6 +104,7 @@ class _Writer:
                 return False
         if "string" in types:
             written |= {key: schema[key] for key in _STRING if key in schema}
+            _check_patterns("pattern", [schema["pattern"]] if "pattern" in schema else [], place)
             if "pattern" in written and has_inner_anchor(written["pattern"]):
                 written["pattern"] = self._without_inner_anchors(written["pattern"])
             if written.get("format", "uri") not in FORMATS:
@@ -312,6 +313,7 @@ class _Writer:
     ) -> list[tuple[str, Any, str]]:
         if "propertyNames" in schema:
             schema = self._named(schema, place)
+        _check_patterns("patternProperties", schema.get("patternProperties", ()), place)
         schema = self._disjoint(schema, place)
         for keyword in ("properties", "patternProperties"):
             if keyword in schema:
@@ -453,6 +455,12 @@ class _Writer:
             if isinstance(target, bool) or types_of(schema) >= types_of(target):
                 return target
         return schema
+
+
+def _check_patterns(keyword: str, patterns: Iterable[str], place: str) -> None:
+    for pattern in patterns:
+        if lacking := unsupported(pattern):
+            raise UnkeptError(keyword, place, f"{lacking} is not supported in {pattern!r}")
 
 
 def _beside(schema: Plain) -> list[Plain]:

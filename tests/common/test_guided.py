@@ -33,6 +33,7 @@ def schema(**keywords: object) -> Guided:
 
 
 NUMBER = {"type": "number"}
+NESTED = '{"not": {"anyOf": [{"type": "null"}, ' * 30 + '{"type": "string", "pattern": "a.*b"}' + "]}}" * 30
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
@@ -89,7 +90,13 @@ def test_form(tokenizer: LLTokenizer, guided: Guided, good: list[str], bad: list
         (schema(type="string", format="idn-hostname"), "format at #: 'idn-hostname' is not supported"),
         (schema(oneOf=[NUMBER, {"type": "integer"}]), "oneOf"),
         (schema(type="foo"), "Invalid type: foo"),
-        (schema(type="string", minLength=3, pattern="^a$"), "Unsatisfiable"),
+        (schema(type="string", minLength=3, pattern="^a$"), "no text matches it: its patterns"),
+        (schema(type="integer", minimum=5, allOf=[{"maximum": 4}]), "no text matches it: minimum .5. is greater"),
+        (Guided(regex=r"a\b"), "look-around or .b, which is not supported"),
+        (Guided(regex=r"(a)\1"), "back-reference, which is not supported"),
+        (Guided(json_schema=NESTED), "nested too deeply once its keywords"),
+        (Guided(grammar=f"start: %json {NESTED}"), "nested too deeply once its keywords"),
+        (schema(patternProperties={"^(?i:a)": {"type": "null"}, "^a": {}}), "patternProperties: two of its patterns"),
         (schema(**{"$ref": "http://example.com/s"}), "example.com"),
         (schema(**{"$ref": "#/$defs/no"}), "no"),
         (Guided(grammar='start: "a" other'), 'grammar cannot be used: .*unknown name: "other"'),
