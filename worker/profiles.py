@@ -104,6 +104,7 @@ class Profiles:
         finally:
             for sampler in samplers:
                 sampler.kill()
+            await asyncio.gather(*(sampler.process.wait() for sampler in samplers))
         last.num_steps, last.seconds = profiled.num_steps, profiled.seconds
         if profiled.failure:
             last.notes.append(f"no trace: {profiled.failure}")
