@@ -47,10 +47,14 @@ class TlsFiles:
     def current(self) -> Pem:
         return self._watched.current()[0]
 
+    def versioned(self) -> tuple[Pem, int]:
+        """What the files hold, and a number that differs after each change of them."""
+        (pem, _), version = self._watched.versioned()
+        return pem, version
+
     @property
     def version(self) -> int:
-        """A number that differs after each change of the files."""
-        return self._watched.versioned()[1]
+        return self.versioned()[1]
 
     def server_context(self) -> ssl.SSLContext:
         """The context of servers that use Python's own TLS. Each handshake uses what the files hold at that moment."""

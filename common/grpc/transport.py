@@ -13,7 +13,7 @@ import grpc
 from common.config import TlsSettings
 from common.grpc.options import CHANNEL_OPTIONS, HEALTH_SERVER_OPTIONS, MAX_HEALTH_CALLS, Options, sharing
 from common.grpc.server import make_server
-from common.tls import TlsFiles, peer_files
+from common.tls import Pem, TlsFiles, peer_files
 
 
 def add_port(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
@@ -24,18 +24,32 @@ def add_port(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int
 
 
 def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """gRPC asks at each handshake, on threads of its own, for what the files hold now."""
-    requires_client = tls.current().ca is not None
+    """gRPC asks at each handshake, on threads of its own, whether the files have changed.
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        pem = tls.current()
-        assert pem.key is not None  # noqa: S101 - `serving_files` gives ports nothing else
-        assert pem.cert is not None  # noqa: S101
-        return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
+    It must hear of a certificate only if they have: gRPC puts what makes handshakes in the place of the last one even
+    while another thread begins a handshake by it, and a process to which several peers connected at once crashed.
+    """
+    pem, shown = tls.versioned()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        pem, version = tls.versioned()
+        if version == shown:
+            return None
+        shown = version
+        return _server_configuration(pem)
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(), configuration, require_client_authentication=requires_client
+        _server_configuration(pem),
+        changed,  # type: ignore[arg-type] # the stubs lack None, which gRPC documents
+        require_client_authentication=pem.ca is not None,
     )
+
+
+def _server_configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    assert pem.key is not None  # noqa: S101 - `serving_files` gives ports nothing else
+    assert pem.cert is not None  # noqa: S101
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
 
 def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:

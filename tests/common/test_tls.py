@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,11 @@ def test_a_moved_link_is_a_change(made: Path, tmp_path: Path) -> None:
     (tmp_path / "..new").symlink_to("two")
     (tmp_path / "..new").rename(tmp_path / "..data")
     assert tls.current().cert == (made / "two.crt").read_bytes()
+
+
+@pytest.mark.slow
+def test_many_peers_connect_at_once(files: dict[str, str]) -> None:
+    """If gRPC is given the same certificate anew at each handshake, this crashes four times out of five."""
+    command = [sys.executable, "-m", "tests.common.tls_handshakes", *files.values()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "1000"), done.stderr
