@@ -19,6 +19,7 @@ WEATHER = {
     "required": ["unit", "days"],
     "additionalProperties": False,
 }
+AT_ONCE = {"chat_template_kwargs": json.dumps({"enable_thinking": False})}  # reasoning before a form may be long
 TOOLS = [{"name": "weather", "description": "The weather in a city", "parameters": json.dumps(WEATHER)}]
 
 Call = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
@@ -44,7 +45,7 @@ def test_chat(call: Call) -> None:
 
 @pytest.mark.parametrize("choice", [{"mode": "MODE_REQUIRED"}, {"name": "weather"}])
 def test_a_tool_is_called_and_its_result_sent_back(call: Call, choice: dict[str, str]) -> None:
-    asked = {"messages": [ASK], "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    asked = {"messages": [ASK], "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, **AT_ONCE}
     messages = call("Chat", {**asked, "sampling_params": {"max_tokens": 64}})
     assert messages[-1]["finish_reason"] == "FINISH_REASON_TOOL_CALLS"
     deltas = [delta for message in messages for delta in message.get("tool_calls", ())]
@@ -71,7 +72,7 @@ def test_a_tool_is_called_and_its_result_sent_back(call: Call, choice: dict[str,
 )
 def test_guided_text(call: Call, guided: dict[str, Any], is_right: Callable[[str], bool]) -> None:
     sampling = {"max_tokens": 64, "guided": guided}
-    for method, prompt in (("Generate", {"prompt": "Say"}), ("Chat", {"messages": [ASK]})):
+    for method, prompt in (("Generate", {"prompt": "Say"}), ("Chat", {"messages": [ASK], **AT_ONCE})):
         messages = call(method, {**prompt, "sampling_params": sampling})
         assert is_right(text_of(messages)), messages
         assert messages[-1]["finish_reason"] == "FINISH_REASON_STOP"

@@ -110,7 +110,7 @@ def play(page: Page) -> str:
     page.fill("#p-prompt", "Count to a thousand.")
     page.click("text=Send")
     page.wait_for_selector(".said-by.running")
-    page.click("text=Stop")
+    page.get_by_role("button", name="Stop", exact=True).click()
     page.locator(".said-by.running").wait_for(state="detached")
     return (page.locator("#playground h2").inner_text()).removeprefix("Request ")
 
