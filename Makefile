@@ -76,7 +76,7 @@ TIERS := not kernels and not models and not features
 SAMPLE := $(if $(SAMPLE_SECONDS),--at-most-seconds=$(SAMPLE_SECONDS) $(if $(SAMPLE_SEED),--seed=$(SAMPLE_SEED)))
 tier = $(PYTEST) --numprocesses=3 --tier=$(1) -m "$(if $(SAMPLE),(slow or integration) and )$(OTHER_TARGETS)" $(SAMPLE) tests
 
-test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (3 minutes on two cores)
+test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (3.5 minutes on two cores)
 	@# Forks of one process, which reads all tests once; the real stack starts beside that.
 	@$(BIN)/python -m pytest --forks=4 --early=tests/newcomer -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" \
 		$(NOT_READ) --ignore=tests/integration --ignore=tests/engine/kernels --ignore=tests/models tests
@@ -88,7 +88,7 @@ test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core,
 	@$(BIN)/python -m pytest --forks=4 --hypothesis-profile=thorough -m "$(QUICK) and (kernels or models or hypothesis) and $(OTHER_TARGETS)" \
 		$(NOT_READ) --ignore=tests/integration tests
 
-test-all: test test-slow ## Both (11 minutes on two cores); kernels, models and features have targets of their own
+test-all: test test-slow ## Both (25 minutes on two cores); kernels, models and features have targets of their own
 
 test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this CPU runs, and under sanitizers
 	@$(call tier,kernels)

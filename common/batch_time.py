@@ -53,6 +53,18 @@ class StepShape:
         return Regime.MIXED if self.num_decodes else Regime.PREFILL
 
 
+def chunk_shape(new: int, past: int) -> StepShape:
+    """The shape of a step that computes `new` tokens of one prompt behind `past` computed ones, and nothing else."""
+    return StepShape(
+        num_chunks=1,
+        chunk_tokens=new,
+        chunk_past=past,
+        chunk_pairs=new * past + new * (new + 1) // 2,
+        chunk_squares=new * new,
+        num_head_rows=1,
+    )
+
+
 class Regime(StrEnum):
     DECODE = "decode"
     PREFILL = "prefill"

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from common.batch_time import BatchTime, StepShape
+from common.batch_time import BatchTime, StepShape, chunk_shape
 from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
 from engine.request import Request, RequestStatus
@@ -175,16 +175,7 @@ class SlackPolicy:
     def _chunk_s(self, num_new: int, past: int) -> float:
         if num_new == 1:
             return self._decode_s(past + 1)
-        return self._model.seconds(
-            StepShape(
-                num_chunks=1,
-                chunk_tokens=num_new,
-                chunk_past=past,
-                chunk_pairs=num_new * past + num_new * (num_new + 1) // 2,
-                chunk_squares=num_new * num_new,
-                num_head_rows=1,
-            )
-        )
+        return self._model.seconds(chunk_shape(num_new, past))
 
     def _decode_s(self, context: int) -> float:
         shape = StepShape(num_decodes=1, decode_context=context, longest_context=context, num_head_rows=1)

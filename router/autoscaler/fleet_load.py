@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from common.batch_time import BatchTime, StepShape
+from common.batch_time import BatchTime, chunk_shape
 from common.grpc.transport import Channels
 from common.process.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
@@ -258,10 +258,7 @@ async def _keep_reading(channels: Channels, address: str, read: Callable[[grpc.a
 
 def prompt_rate(time: BatchTime) -> float:
     """Prompt tokens that a worker computes in a second if it computes nothing else, in steps of `CHUNK`."""
-    pairs = CHUNK * (CHUNK + 1) // 2
-    return CHUNK / time.seconds(
-        StepShape(num_chunks=1, chunk_tokens=CHUNK, chunk_pairs=pairs, chunk_squares=CHUNK * CHUNK, num_head_rows=1)
-    )
+    return CHUNK / time.seconds(chunk_shape(CHUNK, 0))
 
 
 def _is_fresh(reported_at: float | None, now: float) -> bool:

@@ -26,11 +26,7 @@ def request_spans(
     traced: Traced, request: GenerationRequest, progress: Progress, ending: Ending, ended_at: float
 ) -> Sequence[Span]:
     """`ended_at`: seconds of the monotonic clock."""
-    spans = RequestSpans(traced)
-    queued_at = ended_at if progress.queued_at is None else progress.queued_at
-    spans.add("prepare", request.arrived_at, queued_at)
-    if progress.queued_at is not None:
-        spans.add("queue", queued_at, ended_at if progress.turn_at is None else progress.turn_at)
+    spans = _until_its_turn(traced, request, progress, ended_at)
     _add_attempts(spans, progress, ended_at)
     events = []
     if progress.first_token_at is not None:
@@ -38,9 +34,13 @@ def request_spans(
         last = progress.first_token_at if progress.last_token_at is None else progress.last_token_at
         spans.add("stream", progress.first_token_at, last, {"baton.output_tokens": progress.num_output_tokens})
     attributes = _attributes(request, progress, ending, ended_at)
-    error = "" if ending.status == "ok" else ending.reason or ending.status
     return spans.whole(
-        f"{request.operation} {request.model.limits.model}", request.arrived_at, ended_at, attributes, events, error
+        f"{request.operation} {request.model.limits.model}",
+        request.arrived_at,
+        ended_at,
+        attributes,
+        events,
+        _error(ending),
     )
 
 
@@ -48,11 +48,7 @@ def embedding_spans(
     traced: Traced, request: AnyRequest, progress: Progress, ending: Ending, ended_at: float
 ) -> Sequence[Span]:
     """The same of a request for embeddings: each call of a worker is an `embed`, of the first inputs alone."""
-    spans = RequestSpans(traced)
-    queued_at = ended_at if progress.queued_at is None else progress.queued_at
-    spans.add("prepare", request.arrived_at, queued_at)
-    if progress.queued_at is not None:
-        spans.add("queue", queued_at, ended_at if progress.turn_at is None else progress.turn_at)
+    spans = _until_its_turn(traced, request, progress, ended_at)
     for attempt in progress.attempts:
         _add_attempt(spans, "embed", "baton.v1.EmbedService", attempt, ended_at)
     model = request.model.limits.model
@@ -72,8 +68,21 @@ def embedding_spans(
         "baton.num_retries": progress.report.num_retries or None,
     }
     attributes = {name: value for name, value in given.items() if value is not None}
-    error = "" if ending.status == "ok" else ending.reason or ending.status
-    return spans.whole(f"{request.operation} {model}", request.arrived_at, ended_at, attributes, error=error)
+    return spans.whole(f"{request.operation} {model}", request.arrived_at, ended_at, attributes, error=_error(ending))
+
+
+def _until_its_turn(traced: Traced, request: AnyRequest, progress: Progress, ended_at: float) -> RequestSpans:
+    """The spans before a worker is asked. What had not begun by the end has none."""
+    spans = RequestSpans(traced)
+    queued_at = ended_at if progress.queued_at is None else progress.queued_at
+    spans.add("prepare", request.arrived_at, queued_at)
+    if progress.queued_at is not None:
+        spans.add("queue", queued_at, ended_at if progress.turn_at is None else progress.turn_at)
+    return spans
+
+
+def _error(ending: Ending) -> str:
+    return "" if ending.status == "ok" else ending.reason or ending.status
 
 
 def _add_attempts(spans: RequestSpans, progress: Progress, ended_at: float) -> None:
