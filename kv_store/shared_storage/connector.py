@@ -213,6 +213,10 @@ class SharedStorageConnector(KVConnector):
         copy: HostCopy | None = None
         while (taken := self._take()) is not None:
             job, blocks = taken
+            if job.kind is TransferKind.FETCH and time.monotonic() > job.deadline:  # it is not begun any more
+                error = f"not read within {self._config.transfer_timeout_s} s"
+                self._results.add(block_result(job, block, error=error) for block in blocks)
+                continue
             work = _Slice(job, blocks)
             self._watch.begin(work, min(job.deadline, time.monotonic() + self._config.transfer_timeout_s))
             try:
@@ -281,9 +285,6 @@ class SharedStorageConnector(KVConnector):
         return outcomes
 
     def _read(self, job: Job, blocks: list[LocalBlock], copy: HostCopy) -> list[TransferResult]:
-        if time.monotonic() > job.deadline:
-            error = f"not read within {self._config.transfer_timeout_s} s"
-            return [block_result(job, block, error=error) for block in blocks]
         block_ids = [block.block_id for block in blocks]
         buffers = copy.buffers(block_ids)
         outcomes = self._files.read([(block.block_hash, buffer) for block, buffer in zip(blocks, buffers, strict=True)])
