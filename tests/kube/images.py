@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from engine.kernels.build import FEATURES, VARIANTS, library_file
@@ -23,10 +24,10 @@ TAG = "dev"
 PAUSE = "registry.local/pause:1"
 COREDNS = "registry.local/coredns:1"
 LMCACHE = f"baton-lmcache:{TAG}"
-_PACKAGES = (
-    "baton", "bench", "common", "decode_service", "engine", "kv_store", "prefill_service", "protos", "router", "worker",
-)  # fmt: skip
-_SUFFIXES = {".py", ".pyi", ".proto", ".cpp", ".h", ".mjs", ".typed"}  # what is installed of them; see pyproject.toml
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+_SETUPTOOLS = _PROJECT["tool"]["setuptools"]
+_PACKAGES = tuple(pattern.removesuffix("*") for pattern in _SETUPTOOLS["packages"]["find"]["include"])
+_INSTALLED = ("*.py", *_SETUPTOOLS["package-data"]["*"])  # of what is in their folders
 _CONVERTERS = ("engine/loading/embedded_model.py", "engine/loading/gguf_llama.py")  # what made the model inside
 _BASE = "docker.io/library/python:{}-slim-bookworm"
 
@@ -126,13 +127,14 @@ def _replace_code(kept: str, image: str, environ: dict[str, str]) -> None:
 
 def _code() -> list[Path]:
     """The compiled kernels too, which belong to the sources beside them: an image with other ones would have none."""
-    code = [file for package in _PACKAGES for file in (ROOT / package).rglob("*") if file.suffix in _SUFFIXES]
+    files = (file for package in _PACKAGES for file in (ROOT / package).rglob("*"))
+    code = [file for file in files if any(fnmatch(file.name, pattern) for pattern in _INSTALLED)]
     return sorted([*code, *filter(Path.exists, map(library_file, (FEATURES, *VARIANTS)))])
 
 
 def _what_an_image_is_built_of(name: str) -> list[Path | str]:
     """All but the code: dependencies, entry points, the way it is built, and the model inside."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = _PROJECT["project"]
     asked_for = [json.dumps(project[key], sort_keys=True) for key in ("dependencies", "scripts")]
     extras = json.dumps({key: value for key, value in project["optional-dependencies"].items() if key != "dev"})
     files = ["constraints.txt", "images/build", f"images/Dockerfile.{name}", *(_CONVERTERS if name == "cpu" else ())]

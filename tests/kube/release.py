@@ -30,11 +30,14 @@ class Release:
         self._before: set[str] | None = None
 
     def helm(self, *args: str, timeout_s: float = 400) -> str:
-        """Raises RuntimeError with what helm says, and with the pods' state."""
+        """Raises RuntimeError with what helm says, and with the pods' state and last words."""
         done = self.cluster.run("helm", "-n", self.namespace, *args, timeout_s=timeout_s)
         if done.returncode != 0:
-            pods = self.cluster.run("kubectl", "-n", self.namespace, "get", "pods,events", "-o", "wide").stdout
-            raise RuntimeError(f"helm {' '.join(args)}: {done.stderr.strip()}\n{done.stdout}\n{pods}")
+            kubectl = ("kubectl", "-n", self.namespace)
+            pods = self.cluster.run(*kubectl, "get", "pods,events", "-o", "wide").stdout
+            ours = ("-l", f"app.kubernetes.io/instance={self.name}", "--all-containers", "--prefix", "--tail=8")
+            logs = self.cluster.run(*kubectl, "logs", *ours).stdout
+            raise RuntimeError(f"helm {' '.join(args)}: {done.stderr.strip()}\n{done.stdout}\n{pods}\n{logs}")
         return done.stdout
 
     def install(self, file: str | None = None, *, wait: bool = True, **values: Any) -> None:
