@@ -88,11 +88,12 @@ async def test_what_there_is(router: RunningRouter, http: httpx.AsyncClient) -> 
     assert {one.name: one.datatype for one in model.inputs}["text_input"] == "BYTES"
     assert next(one.name for one in model.outputs) == "text_output"
 
-    assert (await http.get("/health/live")).status_code == (await http.get("/health/ready")).status_code == 200
+    assert (await http.get("/health/live")).json() == {"live": True}
+    assert (await http.get("/health/ready")).json() == {"ready": True}
     assert (await http.get(str(http.base_url).rstrip("/"))).json()["name"] == "baton"
     described = (await http.get(f"/models/{MODEL}/versions/1")).json()
     assert [one["name"] for one in described["inputs"]] == [one.name for one in model.inputs]
-    assert (await http.get(f"/models/{MODEL}/ready")).status_code == 200
+    assert (await http.get(f"/models/{MODEL}/ready")).json() == {"name": MODEL, "ready": True}
     missing = await http.get("/models/other/ready")
     assert missing.status_code == 404
     assert "other" in missing.json()["error"]

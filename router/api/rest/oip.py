@@ -62,6 +62,8 @@ class RequestedOutput(Body, kw_only=True):
 
 class InferBody(Body, kw_only=True):
     id: str | None = None
+    model_name: str | None = None  # KServe's client repeats what the path says
+    model_version: str | None = None
     inputs: list[InputTensor]
     outputs: list[RequestedOutput] | None = None
     parameters: dict[str, Any] | None = None
@@ -90,14 +92,17 @@ class OpenInferenceHandlers:
         self._gateway = gateway
 
     async def live(self, _request: Request) -> Response:
-        return Response()
+        return _json({"live": True})
 
     async def ready(self, _request: Request) -> Response:
-        return Response(status_code=503 if self._gateway.not_ready() else 200)
+        return self._readiness({})
 
     async def model_ready(self, request: Request) -> Response:
-        self._model(request)
-        return await self.ready(request)
+        return self._readiness({"name": self._model(request)})
+
+    def _readiness(self, told: dict[str, object]) -> Response:
+        is_ready = not self._gateway.not_ready()
+        return _json({**told, "ready": is_ready}, 200 if is_ready else 503)
 
     async def server(self, _request: Request) -> Response:
         return _json({"name": PLATFORM, "version": BATON_VERSION, "extensions": [*EXTENSIONS, "generate"]})
@@ -118,6 +123,12 @@ class OpenInferenceHandlers:
         data = await self._read(request, (JSON_TYPE, BINARY_TYPE))
         size = _json_size(request.headers.get(JSON_SIZE), len(data))
         body = parse(InferBody, data[:size])
+        for name, given, said in (
+            ("model_name", body.model_name, request.path_params["model"]),
+            ("model_version", body.model_version, request.path_params.get("version", VERSION)),
+        ):
+            if given is not None and given != said:
+                raise InvalidArgumentError(name, f"is {given[:100]!r}, but the path says {said[:100]!r}")
         parameters = dict(body.parameters or {})
         all_binary = _is_true(parameters.pop(ALL_BINARY, False), f"parameters.{ALL_BINARY}")
         binary = {one.name: _asks_binary(one, all_binary) for one in body.outputs or ()}
