@@ -119,7 +119,7 @@ def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = 
 def _leave_out_what_no_line_shows() -> None:
     """The place in the code, thread, process and task, which cost half as much as the rest of a line. The switches are
     those of the logging HOWTO."""
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     if sys.version_info >= (3, 12):
         logging.logAsyncioTasks = False

@@ -100,11 +100,12 @@ class OpenInferenceService:
         arrived_at, gateway = time.monotonic(), self._gateway
         given = {name: _value(name, parameter) for name, parameter in request.parameters.items()}
         ends_empty = given.pop(EMPTY_FINAL, False) is True
-        for tensor in (*request.inputs, *request.outputs):
-            if tensor.parameters:
-                raise InvalidArgumentError(
-                    tensor.name[:100], f"has parameters, and none is known: {min(tensor.parameters)[:40]!r}"
-                )
+        for name, of_tensor in [
+            *((one.name, one.parameters) for one in request.inputs),
+            *((one.name, one.parameters) for one in request.outputs),
+        ]:
+            if of_tensor:
+                raise InvalidArgumentError(name[:100], f"has parameters, and none is known: {min(of_tensor)[:40]!r}")
         asked = InferRequest(
             model=request.model_name,
             version=request.model_version,
