@@ -28,6 +28,7 @@ from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
 from engine.reports import report_late, report_not_stored, report_preempted, report_settled, report_unreachable
+from engine.request import Request
 from engine.sampling.grammars import Compiler, GrammarBounds, PendingGrammars
 from engine.scheduling.schedule import LateRequest, NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
@@ -289,6 +290,13 @@ class EngineCore:
             self._report_embeddings(begun.output)
         self.take_in_transfers()
         return True
+
+    def repeat(self, requests: Sequence[Request], num_steps: int) -> None:
+        """Does what so many steps of these requests come to, for simulations (`Scheduler.repeat`). Tells only of those
+        that end with the last step."""
+        for new in self.scheduler.repeat(requests, num_steps):
+            if new.finish_reason is not None:
+                self._report_token(new)
 
     def _first_steps(self, output: SchedulerOutput) -> list[m.StepTraced]:
         """Of traced requests: those that compute their prompt, or their first token after it."""

@@ -107,6 +107,11 @@ class Scheduler:
         return len(self._running) + len(self._waiting_room)
 
     @property
+    def num_computing(self) -> int:
+        """Of these, requests that wait for nobody's KV: steps compute them."""
+        return len(self._running)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -412,18 +417,23 @@ class Scheduler:
             self._slack.pause()
         return result
 
-    def repeat(self, num_steps: int) -> None:
-        """What so many steps come to in which each of `decodes` draws its last token again: simulations make them at
-        once. Nobody may end or wait, and there have to be blocks for all: raises `ValueError` if there are not."""
+    def repeat(self, requests: Sequence[Request], num_steps: int) -> list[NewToken]:
+        """What so many steps come to in which each of `requests`, which decode, draws its last token again: simulations
+        make them at once. Nobody may end before the last of these steps, and there have to be blocks for all: raises
+        `ValueError` if there are not. Returns the tokens of the last step."""
         result = StepResult()
         if self._slack is not None:
             self._slack.pause()
-        for request in self.decodes:
-            request.token_ids += request.token_ids[-1:] * num_steps
-            if not self.blocks.append(request, request.num_tokens - 1):
+        for request in requests:
+            last = request.token_ids[-1]
+            request.token_ids += [last] * (num_steps - 1)
+            if not self.blocks.append(request, request.num_tokens):
                 raise ValueError(f"{num_steps} steps of request {request.request_id} have too few blocks")
             self._computed(request, num_steps, result)
-            self._sums.note(request)
+            result.tokens.append(self.append(request, SampledToken(last)))
+            if request.status is RequestStatus.RUNNING:
+                self.blocks.append(request, request.num_tokens)  # as the next step would
+        return result.tokens
 
     def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
         """Notes that the KV of the request's next `num_new` tokens is computed."""
