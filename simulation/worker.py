@@ -3,9 +3,10 @@
     exact   prepare ── begin ── (the predicted seconds; messages pass) ── end ── prepare ...
     leap    a batch that only decodes goes on for k steps at once, up to the step in which its first request ends
 
-A leap is what k steps would do (`Scheduler.repeat`), in the sum of their times. Whatever reaches the worker meanwhile
-ends the leap with the step that runs at that moment. What differs: blocks are taken and named at the end of a leap, so
-their order of eviction may be another one, and routers hear of them a moment later.
+A leap is what k steps would do (`Scheduler.repeat`), in the sum of their times, and messages pass in it as they do in a
+step. It ends with the step that runs if the next one will have another batch. Loads and names of blocks are reported
+when they would be without leaps; between two reports the requests know of no step of the leap, so that blocks may be
+evicted in another order.
 """
 
 from __future__ import annotations
