@@ -57,10 +57,11 @@ class _Leap:
         self.has_queue = has_queue
         self._first_s = time.seconds(shape) + host_s
         self._growth_s = (time.seconds(after) + host_s - self._first_s) / num_steps  # from step to step
+        self.end = start + self.seconds(num_steps)
 
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds(self.num_steps)
+    def shorten(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.end = self.start + self.seconds(num_steps)
 
     def seconds(self, num_steps: int) -> float:
         """Of the first steps together."""
@@ -74,7 +75,10 @@ class _Leap:
 
     def num_done(self, now: float) -> int:
         """Steps that have ended by then."""
-        num = min(int((now - self.start) / self._first_s), self.num_steps)
+        passed_s = now - self.start
+        most = passed_s / self._first_s  # if steps took no longer with time
+        mean_s = max(self._first_s + self._growth_s * most / 2, self._first_s / 2)
+        num = min(max(int(passed_s / mean_s), 0), self.num_steps)
         while num < self.num_steps and self.start + self.seconds(num + 1) <= now:
             num += 1
         while num and self.start + self.seconds(num) > now:
@@ -298,7 +302,7 @@ class SimulatedWorker:
             return
         num_steps = leap.num_done(self._clock.now) + 1
         if num_steps < leap.num_steps:
-            leap.num_steps = num_steps
+            leap.shorten(num_steps)
             self._await(leap)
 
     def _has_room(self, leap: _Leap, command: m.Command) -> bool:
