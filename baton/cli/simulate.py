@@ -6,7 +6,8 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,20 +58,9 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     from simulation.scenario import run
 
     settings = settings.model_copy(update={"goodput": (*settings.goodput, *targets)})
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar, undisturbed():
         task = bar.add_task("requests", total=None)
-        # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
-        before = gc.get_threshold()
-        gc.set_threshold(100_000)
-        # Preemptions are counted; each is a line in a real worker's log.
-        engine = logging.getLogger("engine")
-        level = engine.level
-        engine.setLevel(logging.ERROR)
-        try:
-            results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
-        finally:
-            gc.set_threshold(*before)
-            engine.setLevel(level)
+        results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
     if settings.out is not None:
         try:
             Path(settings.out).write_text(page(results, parse_goodput(settings.goodput, "goodput")), encoding="utf-8")
@@ -91,6 +81,23 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     if settings.out is not None:
         click.echo(f"report: {settings.out}")
     return 0
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """For simulations: garbage is looked for rarely, and engines log errors alone."""
+    # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
+    before = gc.get_threshold()
+    gc.set_threshold(100_000)
+    # Preemptions are counted; each is a line in a real worker's log.
+    engine = logging.getLogger("engine")
+    level = engine.level
+    engine.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        engine.setLevel(level)
 
 
 def _as_json(result: Result, goodput: Goodput) -> dict[str, object]:
