@@ -63,14 +63,17 @@ def _progress_bar(settings: TuneSettings) -> Iterator[Progress]:
 
 def as_object(tuned: Tuned) -> dict[str, object]:
     """What `--json` prints. `tests/baton/test_tune.py` and docs/tune.md have the names."""
-    from baton.tune.report import hints
+    from baton.tune.report import held_rates, hints
 
     settings = tuned.trials.settings
+    held, held_by_default = held_rates(tuned)
     return {
         "goodput_targets": dict(tuned.trials.goodput),
         "requests": settings.requests,
         "load": tuned.load,
         "request_rate": tuned.trials.rate(is_check=True, load=tuned.load),
+        "held_rate": held,
+        "held_rate_by_default": held_by_default,
         "simulations": len(tuned.trials.done),
         "complete": tuned.is_complete,
         "hints": hints(tuned),

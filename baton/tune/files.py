@@ -16,7 +16,7 @@ from common.errors import StartupError
 UP, WORKER, ROUTER, VALUES, REPORT = "up.yaml", "worker.yaml", "router.yaml", "values.yaml", "report.html"
 _ROLES = {"prefill", "decode", "both"}
 _OF_CONNECTORS = ConnectorSettings.model_fields.keys()
-_BY_TARGETS = ("fcfs", "priority")  # queue policies that look at no targets
+_WITHOUT_TARGETS = ("fcfs", "priority")  # queue policies that look at none
 
 
 def check_folder(settings: TuneSettings) -> Path:
@@ -77,7 +77,7 @@ def settings_of(trials: Trials, config: Config) -> dict[str, object]:
 
 def router_targets(trials: Trials, config: Config) -> dict[str, float]:
     """Of requests that bring none, if workers go by targets."""
-    if trials.space.named(config)["queue_policy"] in _BY_TARGETS:
+    if trials.space.named(config)["queue_policy"] in _WITHOUT_TARGETS:
         return {}
     return {f"slo_{name}_ms": trials.goodput[name] for name in ("ttft", "tpot") if name in trials.goodput}
 

@@ -6,24 +6,38 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 
 from baton.tune.knobs import Roles, Value
-from baton.tune.tuning import Finalist, Tuned
+from baton.tune.tuning import ENOUGH, Finalist, Tuned
 from common.charts import STYLE, Axis, Level, Point, Series, chart
-
-SHORT = 10  # times the target for the first token
 
 _SHARES = Axis(title="good answers", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1), written="{:.0%}".format)
 
 
 def headline(tuned: Tuned) -> str:
-    """What was found, in a sentence."""
+    """What was found, in two sentences."""
     targets = ", ".join(f"{name.upper()} up to {ms:g} ms" for name, ms in tuned.trials.goodput.items())
     chosen, default = tuned.chosen.check, tuned.default.check
     rate = tuned.trials.rate(is_check=True, load=tuned.load)
-    return (
-        f"At {rate:.3g} requests/s, {tuned.load:.3g} times the traffic's rate, {chosen.score.good_share:.1%} of the "
-        f"answers are good ({targets}), {tuned.goodput(chosen):.3g} a second; with the defaults "
-        f"{default.score.good_share:.1%}, {tuned.goodput(default):.3g} a second."
+    held = "".join(
+        f"{ENOUGH:.0%} of the answers are good ({targets}) up to {ours:.3g} requests/s, with the defaults up to "
+        f"{theirs:.3g}. "
+        for ours, theirs in [held_rates(tuned)]
+        if ours is not None and theirs is not None
     )
+    return (
+        f"{held}At {rate:.3g} requests/s, {tuned.load:.3g} times the traffic's rate, {chosen.score.good_share:.1%} are "
+        f"good, {tuned.goodput(chosen):.3g} a second; with the defaults {default.score.good_share:.1%}, "
+        f"{tuned.goodput(default):.3g} a second."
+    )
+
+
+def held_rates(tuned: Tuned) -> tuple[float | None, float | None]:
+    """Requests a second at which `ENOUGH` answers are good, with the chosen settings and with the defaults. None:
+    there was no time to find it."""
+    ours, theirs = (
+        None if load is None else tuned.trials.rate(is_check=True, load=load)
+        for load in (tuned.held_load, tuned.held_by_default)
+    )
+    return ours, theirs
 
 
 def hints(tuned: Tuned) -> list[str]:
@@ -31,12 +45,11 @@ def hints(tuned: Tuned) -> list[str]:
     found = []
     if not tuned.is_complete:
         found.append(f"The {tuned.trials.settings.minutes:g} minutes were over before all was tried (--minutes).")
-    requests = tuned.trials.requests(load=tuned.load)
-    ttft_ms = tuned.trials.goodput.get("ttft", 0.0)
-    if (seconds := requests[-1].at - requests[0].at) < SHORT * ttft_ms / 1000:
+    num, target = len(tuned.trials.requests()), tuned.trials.max_load
+    if tuned.held_load == target or tuned.load > target:
         found.append(
-            f"The traffic lasts {seconds:.3g} s, too short for queues to grow beside a target of {ttft_ms:g} ms for the "
-            "first token (--requests)."
+            f"{num} requests are too few to tell what happens at more than {target:.3g} times the rate, since "
+            "the traffic gets too short for queues to grow (--requests)."
         )
     return found
 

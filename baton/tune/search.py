@@ -54,8 +54,9 @@ class Found:
         return sorted(self.scores, key=lambda one: (*self.scores[one].order, space.num_changed(one)))
 
 
-def search(space: Space, measure: Measure, num_requests: int, seed: int) -> Found:
-    """`measure` is asked for `space.default` and all requests first, which has to be in time."""
+def search(space: Space, measure: Measure, num_requests: int, seed: int, start: Sequence[Config] = ()) -> Found:
+    """`measure` is asked for `space.default` and all requests first, which has to be in time. `start`: what is good
+    already, in place of the halving."""
     scores = {space.default: measure(space.default, num_requests)}
 
     def whole(config: Config) -> Score:
@@ -64,7 +65,10 @@ def search(space: Space, measure: Measure, num_requests: int, seed: int) -> Foun
         return scores[config]
 
     try:
-        best = _halved(space, measure, whole, num_requests, seed)
+        if start:
+            best = _best(space, {one: whole(one) for one in start})[0]
+        else:
+            best = _halved(space, measure, whole, num_requests, seed)
         _descend(space, whole, best)
     except OutOfTimeError:
         return Found(scores, is_complete=False)

@@ -17,6 +17,7 @@ from simulation.fleet import Fleet
 from simulation.outcome import Outcome, RequestOutcome
 from simulation.scenario import Scenario, fleet_options, traffic
 
+SHORTEST = 5  # times the target for the first token: in less, queues do not grow
 WORST = 10.0  # of a target: later than that is as bad
 
 
@@ -61,6 +62,13 @@ class Trials:
         requests = self._requests[is_check]
         span = requests[-1].at - requests[0].at
         return load * (len(requests) - 1) / span if span else math.inf
+
+    @property
+    def max_load(self) -> float:
+        """Beyond it the traffic is too short to tell anything."""
+        target_ms = self.goodput.get("ttft") or self.goodput.get("e2el") or 1000.0
+        shortest = min(requests[-1].at for requests in self._requests.values())
+        return shortest / (SHORTEST * target_ms / 1000)
 
     def play(self, config: Config, *, load: float, is_check: bool = False, num_requests: int | None = None) -> Trial:
         """Raises `OutOfTimeError`, and `ConfigError`."""

@@ -20,8 +20,12 @@ from common.config import TuneSettings
 from common.errors import ConfigError
 
 NUM_FINALISTS = 3
-ENOUGH = 0.95  # share of good answers from which on a load is too small to compare by
-GROWTH, MAX_GROWTHS = 1.5, 20  # of the load, and how often
+MAX_CHECKED = 10  # settings that may become finalists
+ENOUGH = 0.95  # share of good answers from which on a load is held, and too small to compare settings by
+GROWTH = 1.5  # of the load
+MAX_ROUNDS = 6  # of searching, each with a higher load
+TOLERANCE = 0.05  # of the rate that is held, as a share of it
+MAX_HALVINGS = 30
 SEARCH_SHARE = 0.7  # of the minutes; the rest is for the checks
 HARM = 0.01  # share of good answers that settings may lose at the traffic's own rate
 CLEARLY = 0.02  # by so much more good answers a real run changes the order
@@ -63,6 +67,8 @@ class Tuned:
     finalists: tuple[Finalist, ...]  # the best first, by simulation
     chosen: Finalist
     knobs: tuple[KnobFound, ...]
+    held_load: float | None  # the highest at which `ENOUGH` answers are good with the chosen settings; None: no time
+    held_by_default: float | None
     is_complete: bool  # there was time for all
 
     @property
@@ -84,20 +90,27 @@ def tune(
     confirm: Callable[[Trials, Config, float], Confirmed] | None = None,
     progress: Progress = lambda _what, _share: None,
     clock: Callable[[], float] = time.monotonic,
+    play: Callable[[TuneSettings, Callable[[], bool]], Trials] = Trials,
 ) -> Tuned:
     """`confirm` gets settings and the load, and is asked for each finalist. Raises `ConfigError`, also if no settings
     keep the targets of any request."""
-    return _Tuning(settings, progress, clock).run(confirm)
+    return _Tuning(settings, progress, clock, play).run(confirm)
 
 
 class _Tuning:
-    def __init__(self, settings: TuneSettings, progress: Progress, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: TuneSettings,
+        progress: Progress,
+        clock: Callable[[], float],
+        play: Callable[[TuneSettings, Callable[[], bool]], Trials],
+    ) -> None:
         self._seconds = 60 * settings.minutes
         self._clock, self._progress = clock, progress
         self._start = clock()
         self._share = 1.0  # of the time, that what runs now may use
         self._what = "defaults"
-        self._trials = Trials(settings, self._is_late)
+        self._trials = play(settings, self._is_late)
         self._load = settings.load
         self._seed = settings.seed
         self._is_complete = True
@@ -110,45 +123,69 @@ class _Tuning:
     def run(self, confirm: Callable[[Trials, Config, float], Confirmed] | None) -> Tuned:
         trials, space = self._trials, self._trials.space
         try:
-            load = self._found_load() if self._load is None else self._load
-            trials.play(space.default, load=load)  # for the search, which begins with them
-            default = self._finalist(space.default, load)
+            load = self._grown(space.default, 1.0) if self._load is None else self._load
+            default = self._default_at(load)
         except OutOfTimeError:
             raise ConfigError(
                 "minutes", f"{self._seconds / 60:g} are too few for the defaults alone; take fewer --requests"
             ) from None
-        found = self._searched(load)
+        load, default, found = self._searched(load, default)
         finalists = self._finalists(found, load, default)
         if not any(one.check.score.good_share for one in finalists):
             raise ConfigError("goodput", _hopeless(trials, default.check))
         if confirm is not None:
             begin = self._clock()
-            finalists = [replace(one, confirmed=confirm(trials, one.config, load)) for one in finalists]
+            for number, one in enumerate(finalists):
+                self._progress(f"real run {number + 1} of {len(finalists)}", 1.0)
+                finalists[number] = replace(one, confirmed=confirm(trials, one.config, load))
             self._start += self._clock() - begin  # they have no part in the minutes
         chosen = choose(finalists, default)
         knobs = tuple(self._explained(chosen, load))
+        held, held_by_default = self._held(chosen.config), self._held(space.default)
         self._progress("done", 1.0)
-        return Tuned(trials, load, default, tuple(finalists), chosen, knobs, self._is_complete)
+        return Tuned(trials, load, default, tuple(finalists), chosen, knobs, held, held_by_default, self._is_complete)
 
-    def _found_load(self) -> float:
-        load, default = 1.0, self._trials.space.default
-        for _ in range(MAX_GROWTHS):
-            if self._trials.play(default, load=load).score.good_share < ENOUGH:
-                break
-            load *= GROWTH
+    def _grown(self, config: Config, load: float) -> float:
+        """From `load` on, the first that `config` does not hold, or the highest that tells something. Raises
+        `OutOfTimeError`."""
+        while load < self._trials.max_load and self._trials.play(config, load=load).score.good_share >= ENOUGH:
+            load = min(GROWTH * load, self._trials.max_load)
         return load
 
-    def _searched(self, load: float) -> Found:
+    def _default_at(self, load: float) -> Finalist:
+        """And what the search begins with. Raises `OutOfTimeError`."""
+        self._trials.play(self._trials.space.default, load=load)
+        return self._finalist(self._trials.space.default, load)
+
+    def _searched(self, load: float, default: Finalist) -> tuple[float, Finalist, Found]:
+        """The load at which settings were compared in the end, the defaults there, and what was found."""
         self._share, self._what = SEARCH_SHARE, "search"
-        trials, num = self._trials, len(self._trials.requests())
-        found = search(
+        found = self._search(load)
+        for _ in range(MAX_ROUNDS - 1):
+            best = found.ranked(self._trials.space)
+            if self._load is not None or not found.is_complete:
+                break
+            try:
+                higher = self._grown(best[0], load)
+                if higher == load:
+                    break
+                default = self._default_at(higher)
+            except OutOfTimeError:
+                self._is_complete = False
+                break
+            load, found = higher, self._search(higher, best[:MAX_CHECKED])
+        self._is_complete &= found.is_complete
+        return load, default, found
+
+    def _search(self, load: float, start: Sequence[Config] = ()) -> Found:
+        trials = self._trials
+        return search(
             trials.space,
             lambda config, size: trials.play(config, load=load, num_requests=size).score,
-            num,
+            len(trials.requests()),
             self._seed,
+            start,
         )
-        self._is_complete &= found.is_complete
-        return found
 
     def _finalists(self, found: Found, load: float, default: Finalist) -> list[Finalist]:
         """The best first, by requests that the search has not seen. At least the defaults."""
@@ -165,7 +202,7 @@ class _Tuning:
                 pruned = self._pruned(config, load)
                 if pruned not in finalists:
                     finalists[pruned] = self._finalist(pruned, load)
-                if len(finalists) == NUM_FINALISTS:
+                if len(finalists) == NUM_FINALISTS or len(seen) == MAX_CHECKED:
                     break
         except OutOfTimeError:
             self._is_complete = False
@@ -176,13 +213,16 @@ class _Tuning:
         """With every knob at its default that is no better elsewhere."""
         space = self._trials.space
         best = self._trials.play(config, load=load, is_check=True).score.order
-        for index, knob in enumerate(space.knobs):
-            plainer = space.at(config, index, knob.default)
-            if plainer == config:
-                continue
-            order = self._trials.play(plainer, load=load, is_check=True).score.order
-            if order <= best:
-                config, best = plainer, order
+        before = None
+        while before != config:  # a knob may be of no use any more once another one is back
+            before = config
+            for index, knob in enumerate(space.knobs):
+                plainer = space.at(config, index, knob.default)
+                if plainer == config:
+                    continue
+                order = self._trials.play(plainer, load=load, is_check=True).score.order
+                if order <= best and space.num_changed(plainer) < space.num_changed(config):
+                    config, best = plainer, order
         return config
 
     def _finalist(self, config: Config, load: float) -> Finalist:
@@ -200,6 +240,24 @@ class _Tuning:
                     self._is_complete = False
             found.append(KnobFound(knob.name, value, knob.default, len(knob.values) > 1, trial))
         return found
+
+    def _held(self, config: Config) -> float | None:
+        """The highest load that is held, as exactly as `TOLERANCE` says: at most `Trials.max_load`; 0 if none is."""
+        low, high = 0.0, self._trials.max_load  # that is held, and that is not
+        load = high
+        try:
+            for _ in range(MAX_HALVINGS):
+                if self._trials.play(config, load=load, is_check=True).score.good_share >= ENOUGH:
+                    low = load
+                else:
+                    high = load
+                if high - low <= TOLERANCE * low:
+                    break
+                load = (low + high) / 2 if low else high / 2
+        except OutOfTimeError:
+            self._is_complete = False
+            return None
+        return low
 
 
 def choose(finalists: Sequence[Finalist], default: Finalist) -> Finalist:

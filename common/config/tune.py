@@ -23,7 +23,7 @@ class TuneSettings(TrafficSettings, PolicySettings):
     """`baton tune`. What it searches stays as it is if it is given: `model_fields_set` says so."""
 
     requests: Positive = Field(
-        400,
+        300,
         description="how many one simulation plays; as many others, of another seed or from later in the trace, check "
         "what was found",
     )
@@ -34,7 +34,7 @@ class TuneSettings(TrafficSettings, PolicySettings):
         None,
         gt=0,
         description="times the traffic's rate at which settings are compared; if unset 1, or as much more as it takes "
-        "until the defaults miss targets",
+        "until the best of them miss targets",
     )
     workers: int = Field(4, ge=1, le=MAX_WORKERS, description="of the fleet, whose roles are searched")
     prefill: int | None = Field(None, ge=0, description="prefill workers; roles are not searched if any is given")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from baton.settings import UP_SETTINGS, WORKER_SETTINGS, RouterCommandSettings, 
 from baton.tune.confirm import load_command, reason_to_simulate, served, stack_flags
 from baton.tune.files import settings_files
 from baton.tune.knobs import ROLES, Config, Roles, Space, fleets, make_space
+from baton.tune.report import held_rates, hints
 from baton.tune.search import KEPT, POOL, OutOfTimeError, Score, pool, search
 from baton.tune.trials import Trial, Trials
 from baton.tune.tuning import Confirmed, Finalist, Tuned, choose, tune
@@ -24,8 +26,10 @@ from common.batch_time_file import encode
 from common.config import TuneSettings
 from common.cpu import read_cpu
 from common.errors import ConfigError
+from common.traffic.requests import TrafficRequest
 from common.traffic.traces import write_trace
 from engine.simulated.data_sheet import simulated_time
+from simulation.outcome import Outcome, RequestOutcome
 from tests.helm.chart import CHART
 
 FIXED = {"policy": "least_load", "max_num_batched_tokens": 2048, "chunk_size": 512, "max_num_seqs": 64}
@@ -33,12 +37,12 @@ SMALL = {
     **FIXED,
     "min_remote_tokens": 512,
     "workers": 2,
-    "requests": 20,
+    "requests": 12,
     "rate": 100.0,
     "prompt_tokens": 600,
     "output_tokens": 6,
     "length_sigma": 0.6,
-    "block_size": 128,
+    "block_size": 512,
     "goodput": ("ttft:150", "tpot:10"),
 }
 """Roles and the queue are searched: four fleets."""
@@ -209,11 +213,11 @@ def test_the_best_fleet_is_found_and_every_knob_explained(tuned: Tuned) -> None:
     every = [
         space.at(space.at(space.default, 0, roles), queue, policy)
         for roles in (Roles(1, 1), Roles(0, 0, 2))
-        for policy in ("fcfs", "slo")
+        for policy in space.knobs[queue].values
     ]
     shares = [tuned.trials.play(one, load=2.0, is_check=True).score.good_share for one in every]
     chosen = tuned.chosen
-    assert chosen.check.score.good_share == max(shares) > tuned.default.check.score.good_share
+    assert chosen.check.score.good_share == max(shares)
     assert tuned.is_complete
     for knob in tuned.knobs:
         alone = None if knob.with_default is None else knob.with_default.score.order
@@ -229,9 +233,9 @@ def test_the_files_are_read_by_those_they_are_for(tuned: Tuned, tmp_path: Path) 
     up = load(UP_SETTINGS, {}, environ={}, config=str(tmp_path / "up.yaml"))
     named = tuned.space.named(tuned.chosen.config)
     assert (Roles(up.prefill, up.decode, up.both), up.queue_policy) == (named[ROLES], named["queue_policy"])
-    assert (up.block_size, up.chunk_size, up.min_remote_tokens) == (128, 512, 512)
+    assert (up.block_size, up.chunk_size, up.min_remote_tokens) == (512, 512, 512)
     worker = load(WORKER_SETTINGS, {}, environ={}, config=str(tmp_path / "worker.yaml"))
-    assert (worker.block_size, worker.queue_policy) == (128, up.queue_policy)
+    assert (worker.block_size, worker.queue_policy) == (512, up.queue_policy)
     router = load(RouterCommandSettings, {}, environ={}, config=str(tmp_path / "router.yaml"))
     assert (router.policy, router.min_remote_tokens) == ("least_load", 512)
     values = yaml.safe_load(texts["values.yaml"])
@@ -282,26 +286,86 @@ def test_the_command_tells_what_was_found(tmp_path: Path, capsys: pytest.Capture
     assert "not measured" in out
 
 
-def test_the_load_grows_until_the_defaults_miss_targets() -> None:
-    found = tune(TuneSettings.model_validate({**ONE, "rate": 10.0}))
-    assert found.load > 1
-    by_load = {
-        one.load: one.score.good_share
-        for one in found.trials.done
-        if one.config == found.space.default and not one.is_check
-    }
-    assert by_load[found.load] < 0.95
-    assert all(share >= 0.95 for load, share in by_load.items() if load < found.load)
-    assert found.default.own_rate.load == 1.0
+class Analytic(Trials):
+    """Nothing is simulated: settings serve so many requests a second in time, 10 more for each value of `RIGHT`."""
+
+    def outcome(
+        self, config: Config, requests: Sequence[TrafficRequest], check: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        check()
+        named = self.space.named(config)
+        capacity = 10.0 + sum(10.0 for name, value in RIGHT.items() if named[name] == value)
+        rate = (len(requests) - 1) / requests[-1].at
+        num_good = round(len(requests) * min(capacity / rate, 1.0))
+        answered = [
+            RequestOutcome(
+                at=one.at, num_prompt_tokens=1, num_output_tokens=1, ttft_s=0.1 if number < num_good else 0.2, e2e_s=1.0
+            )
+            for number, one in enumerate(requests)
+        ]
+        return Outcome(
+            requests=answered, seconds=1.0, paid_s={}, busy_s={}, num_steps=0, num_transfers=0, num_bytes=0,
+            transfer_s=0.0,
+        )  # fmt: skip
+
+
+RIGHT = {ROLES: Roles(3, 1), "chunk_size": 2048, "max_num_seqs": 256}
+
+
+def analytic(clock: Callable[[], float] = lambda: 0.0, **values: object) -> Tuned:
+    made = settings(**{"goodput": "ttft:150", "arrivals": "steady", "requests": 100, "rate": 2.0, **values})
+    return tune(made, play=Analytic, clock=clock)
+
+
+def test_the_load_grows_until_the_best_misses_targets_and_every_knob_that_counts_is_found() -> None:
+    found = analytic()
+    assert found.is_complete
+    assert found.space.named(found.chosen.config).items() >= RIGHT.items()
+    assert found.space.num_changed(found.chosen.config) == len(RIGHT)  # what makes no difference is at its default
+    loads = sorted({one.load for one in found.trials.done if not one.is_check})
+    assert (loads[0], loads[-1]) == (1.0, found.load)
+    shares = [found.trials.play(found.chosen.config, load=load).score.good_share for load in loads[-2:]]
+    assert shares[0] >= 0.95 > shares[1]
+    for knob in found.knobs:
+        alone = knob.with_default
+        assert (alone is not None) == (knob.name in RIGHT)
+        assert alone is None or found.goodput(alone) == pytest.approx(30, abs=1)
+    assert found.goodput(found.chosen.check) == pytest.approx(40, abs=1)
+    held, by_default = held_rates(found)
+    assert held == pytest.approx(40 / 0.95, rel=0.06)
+    assert by_default == pytest.approx(10 / 0.95, rel=0.06)
+    assert not hints(found)
+
+
+def test_a_load_that_is_given_stays() -> None:
+    found = analytic(load=3.0)
+    assert {one.load for one in found.trials.done if not one.is_check} == {3.0}
+    assert found.chosen.check.score.good_share == 1.0
+
+
+def test_a_traffic_too_short_for_queues_to_grow_is_told() -> None:
+    found = analytic(goodput="ttft:5000")  # five times of which last as long as half of the traffic
+    assert found.load == found.held_load == pytest.approx(2.0, rel=0.02)
+    (few,) = hints(found)
+    assert few.startswith("100 requests are too few to tell what happens at more than 1.98 times the rate")
 
 
 def test_time_that_is_over_ends_the_search_and_is_told() -> None:
-    ticks = itertools.count()
-    found = tune(TuneSettings.model_validate({**SMALL, "load": 2.0, "minutes": 0.25}), clock=lambda: float(next(ticks)))
-    assert not found.is_complete
-    assert found.chosen.check.is_check
+    def ticking() -> Callable[[], float]:
+        ticks = itertools.count()
+        return lambda: float(next(ticks))
+
+    complete = analytic(ticking(), minutes=100.0)
+    assert complete.is_complete
+    num = len(complete.trials.done)
+    for minutes in (0.3, 0.9 * num / 60):
+        found = analytic(ticking(), minutes=minutes)
+        assert not found.is_complete
+        assert len(found.trials.done) <= 60 * minutes
+        assert "minutes were over before all was tried" in hints(found)[0]
+        assert found.chosen.check.score.order <= found.default.check.score.order
     with pytest.raises(ConfigError, match=r"minutes: 0\.01 are too few for the defaults alone"):
-        tune(TuneSettings.model_validate({**ONE, "minutes": 0.01}), clock=lambda: float(next(ticks)))
+        analytic(ticking(), minutes=0.01)
 
 
 @pytest.mark.parametrize(
@@ -311,12 +375,12 @@ def test_time_that_is_over_ends_the_search_and_is_told() -> None:
         ({"goodput": "ttft:9", "slo_ttft_ms": 9}, "slo_ttft_ms: goodput has ttft, too"),
         ({"prefill": 2, "both": 0}, "decode: a fleet needs"),
         ({"workers": 3}, "workers: 3 are not 1B"),
-        ({"queue_policy": "lifo"}, "queue_policy: 'lifo' is not one of fcfs"),
+        ({"queue_policy": "lifo"}, "queue_policy: 'lifo' is not one of"),
         ({"policy": "nearest"}, "policy: 'nearest'"),
         ({"times": "h1000"}, "times: h1000 is neither"),
         ({"speed": 2}, "speed: means nothing without --trace"),
         ({"goodput": "ttft:0.001"}, f"{HOPELESS} medians TTFT"),
-        ({"num_blocks": 1}, f"{HOPELESS} 20 of 20: no decode worker"),
+        ({"num_blocks": 1, "block_size": 16}, f"{HOPELESS} 12 of 12: no decode worker"),
     ],
 )
 def test_what_is_wrong_is_named(values: dict[str, object], reason: str) -> None:
@@ -375,7 +439,7 @@ def test_a_real_run_is_told_what_was_simulated(tuned: Tuned, tmp_path: Path) -> 
     command = load_command(tuned.trials, tmp_path / "traffic.jsonl", 10, tmp_path)
     assert {"--num-prompts=10", "--goodput=ttft:150", "--goodput=tpot:10", f"--tokenizer={tmp_path}"} <= {*command}
     write_trace(tmp_path / "traffic.jsonl", requests)
-    assert len((tmp_path / "traffic.jsonl").read_text().splitlines()) == 20
+    assert len((tmp_path / "traffic.jsonl").read_text().splitlines()) == 12
 
 
 def test_real_runs_are_asked_for_of_the_best_and_take_no_minutes() -> None:
