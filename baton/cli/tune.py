@@ -62,7 +62,7 @@ def _progress_bar(settings: TuneSettings) -> Iterator[Progress]:
 
 
 def as_object(tuned: Tuned) -> dict[str, object]:
-    """What `--json` prints. `tests/baton/test_tune.py` and docs/tune.md have the names."""
+    """What `--json` prints (docs/tune.md)."""
     from baton.tune.report import held_rates, hints
 
     settings = tuned.trials.settings
@@ -123,6 +123,7 @@ def _knob(tuned: Tuned, one: KnobFound) -> dict[str, object]:
 
 def _print(tuned: Tuned) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from baton.tune.report import KNOB_HEADS, finalist_rows, hints, knob_rows
@@ -133,7 +134,7 @@ def _print(tuned: Tuned) -> None:
         for number, head in enumerate(heads):
             table.add_column(head, justify="right" if number else "left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         console.print(table)
     for source in tuned.trials.sources:
         click.echo(f"times: {source}")

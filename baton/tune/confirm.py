@@ -146,11 +146,17 @@ def _figures(settings: UpSettings, variables: Mapping[str, str], command: Sequen
 
     def ask(addresses: Addresses) -> int:
         nonlocal printed
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        asking.append(subprocess.Popen([*command, f"--base-url={addresses.grpc}"], text=True, **pipes))  # noqa: S603
-        printed, told = asking[0].communicate()
+        process = subprocess.Popen(  # noqa: S603 (our own command)
+            [*command, f"--base-url={addresses.grpc}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        asking.append(process)
+        printed, told = process.communicate()
         if not printed.strip():
-            raise StartupError(f"baton bench serve ended with exit code {asking[0].returncode}: {told.strip()}")
+            raise StartupError(f"baton bench serve ended with exit code {process.returncode}: {told.strip()}")
         return 0
 
     stack_plan.check(settings)

@@ -47,7 +47,7 @@ def settings_files(trials: Trials, config: Config, told: str) -> dict[str, str]:
         UP: f"{variables}baton up --config {UP}",
         WORKER: f"baton prefill --config {WORKER} (decode and worker likewise)",
         ROUTER: f"baton router --config {ROUTER}",
-        VALUES: f"helm install baton helm -f {VALUES}. Without `autoscaling`, that scales the numbers of workers",
+        VALUES: f"helm install baton helm -f {VALUES}. Delete `autoscaling` if the chart is to scale the workers",
     }
     documents: dict[str, object] = {
         UP: {name: value for name, value in found.items() if name in UP_SETTINGS.model_fields},

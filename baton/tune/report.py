@@ -102,7 +102,8 @@ def knob_table(tuned: Tuned) -> str:
 def finalist_rows(tuned: Tuned) -> tuple[Sequence[str], list[tuple[str, ...]]]:
     """Heads and rows: each of the best, and the defaults, with good answers at the load and at the traffic's own rate;
     after real runs also what these found beside what was expected of them."""
-    listed, rows = [*tuned.finalists], []
+    listed = [*tuned.finalists]
+    rows: list[tuple[str, ...]] = []
     if all(one.config != tuned.default.config for one in listed):
         listed.append(tuned.default)
     is_confirmed = any(one.confirmed is not None for one in listed)

@@ -43,7 +43,9 @@ class Trials:
         self.sources: tuple[str, ...] = ()  # where the times of steps are from, in words
         self._is_late = is_late
         self._found: dict[tuple[Config, bool, float, int], Trial] = {}
-        self._requests = {False: _first(settings), True: _others(settings)}
+        self._requests = {False: traffic(settings), True: _others(settings)}
+        if any(requests[-1].at == requests[0].at for requests in self._requests.values()):
+            raise ConfigError("requests", "come all at one moment: settings are compared by rates of requests")
         longest = max(one.num_prompt_tokens for one in self.requests())
         self.space = make_space(
             settings,
@@ -60,8 +62,7 @@ class Trials:
     def rate(self, *, is_check: bool = False, load: float = 1.0) -> float:
         """Requests a second that come, on average."""
         requests = self._requests[is_check]
-        span = requests[-1].at - requests[0].at
-        return load * (len(requests) - 1) / span if span else math.inf
+        return load * (len(requests) - 1) / (requests[-1].at - requests[0].at)
 
     @property
     def max_load(self) -> float:
@@ -144,11 +145,6 @@ def _closeness(one: RequestOutcome, goodput: Goodput) -> float:
         return WORST
     found = {"ttft": one.ttft_s, "tpot": one.tpot_s or 0.0, "e2el": one.e2e_s}
     return min(max(1000 * found[name] / ms for name, ms in goodput.items()), WORST)
-
-
-def _first(settings: TuneSettings) -> list[TrafficRequest]:
-    """What settings are compared on."""
-    return traffic(settings)
 
 
 def _others(settings: TuneSettings) -> list[TrafficRequest]:

@@ -230,7 +230,8 @@ class _Tuning:
         return Finalist(config, play(config, load=load, is_check=True), play(config, load=1.0, is_check=True))
 
     def _explained(self, chosen: Finalist, load: float) -> Sequence[KnobFound]:
-        space, found = self._trials.space, []
+        space = self._trials.space
+        found: list[KnobFound] = []
         for index, knob in enumerate(space.knobs):
             value, trial = chosen.config[index], None
             if value != knob.default:

@@ -41,7 +41,7 @@ class TuneSettings(TrafficSettings, PolicySettings):
     decode: int | None = Field(None, ge=0, description="decode workers, likewise")
     both: int | None = Field(None, ge=0, description="workers with both roles, likewise")
     minutes: float = Field(
-        5.0, gt=0, description="that simulations may take together; what was found by then is told. Without --confirm"
+        10.0, gt=0, description="that simulations may take together; what was found by then is told. Without --confirm"
     )
     confirm: bool = Field(
         False,

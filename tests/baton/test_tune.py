@@ -200,6 +200,24 @@ def test_the_chosen_one_does_no_harm_and_real_runs_may_change_it(finalists: list
     assert choose(finalists, finalist("default", 0.5)).config == (chosen,)
 
 
+# ------------------------------------------------------------------------------------------------------------ traffic
+
+
+def test_what_was_found_is_checked_by_what_follows_in_a_trace_or_by_another_seed(tmp_path: Path) -> None:
+    made = [TrafficRequest(at=float(at), runs=((at, 100),), num_output_tokens=5) for at in range(5)]
+    write_trace(tmp_path / "trace", made)
+    trials = Trials(settings(trace=str(tmp_path / "trace"), requests=4))
+    others = trials.requests(is_check=True)
+    assert trials.requests() == made[:4]
+    assert (others[0].at, others[0].runs) == (0.0, made[4].runs)
+    assert [one.at for one in others[1:]] == pytest.approx([1.0, 2.0, 3.0])  # the trace again
+    assert not {one.runs for one in others} & {one.runs for one in made[:4]}  # with prompts of its own
+    assert [one.at for one in trials.requests(load=2.0)] == [0.0, 0.5, 1.0, 1.5]
+    assert trials.rate(load=2.0) == 2.0
+    seeds = Trials(settings(requests=4, seed=3)), Trials(settings(requests=4, seed=4))
+    assert seeds[0].requests(is_check=True) == seeds[1].requests()
+
+
 # ----------------------------------------------------------------------------------------------------------- command
 
 
@@ -378,6 +396,8 @@ def test_time_that_is_over_ends_the_search_and_is_told() -> None:
         ({"queue_policy": "lifo"}, "queue_policy: 'lifo' is not one of"),
         ({"policy": "nearest"}, "policy: 'nearest'"),
         ({"times": "h1000"}, "times: h1000 is neither"),
+        ({"requests": 1}, "requests: come all at one moment"),
+        ({"arrivals": "bursts", "burst_size": 12}, "requests: come all at one moment"),
         ({"speed": 2}, "speed: means nothing without --trace"),
         ({"goodput": "ttft:0.001"}, f"{HOPELESS} medians TTFT"),
         ({"num_blocks": 1, "block_size": 16}, f"{HOPELESS} 12 of 12: no decode worker"),
