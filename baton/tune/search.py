@@ -107,5 +107,5 @@ def _descend(space: Space, whole: Callable[[Config], Score], config: Config) -> 
     return config
 
 
-def _best(space: Space, scores: Mapping[Config, Score]) -> Sequence[Config]:
+def _best(space: Space, scores: Mapping[Config, Score]) -> list[Config]:
     return Found(scores, is_complete=True).ranked(space)
