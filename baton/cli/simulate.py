@@ -6,8 +6,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from baton.cli.options import AS_JSON, SettingsCommand
 from baton.settings import SIMULATE_SETTINGS
 from common.config import SimulateSettings
 from common.errors import StartupError
-from common.goodput import Goodput, parse_goodput
+from common.goodput import parse_goodput
 
 if TYPE_CHECKING:
     from simulation.scenario import Result
@@ -37,17 +36,6 @@ COLUMNS = (
     ("good/worker hour", "good_requests_per_worker_hour", "{:.0f}"),
 )
 """Heading, figure, and how it is written."""
-TENANT_COLUMNS = (
-    ("requests", "requests", "{:.0f}"),
-    ("failed", "failed", "{:.0f}"),
-    ("tokens", "output_token_share", "{:.1%}"),
-    ("queue p50", "p50_queue_ms", "{:.0f} ms"),
-    ("p99", "p99_queue_ms", "{:.0f} ms"),
-    ("TTFT p50", "p50_ttft_ms", "{:.0f} ms"),
-    ("p99", "p99_ttft_ms", "{:.0f} ms"),
-    ("good", "good_share", "{:.1%}"),
-)
-"""The same, of `Outcome.by_tenant`."""
 
 
 def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: bool) -> int:
@@ -58,21 +46,29 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     from simulation.scenario import run
 
     settings = settings.model_copy(update={"goodput": (*settings.goodput, *targets)})
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar, undisturbed():
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("requests", total=None)
-        results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
+        # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
+        before = gc.get_threshold()
+        gc.set_threshold(100_000)
+        # Preemptions are counted; each is a line in a real worker's log.
+        engine = logging.getLogger("engine")
+        level = engine.level
+        engine.setLevel(logging.ERROR)
+        try:
+            results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
+        finally:
+            gc.set_threshold(*before)
+            engine.setLevel(level)
     if settings.out is not None:
         try:
             Path(settings.out).write_text(page(results, parse_goodput(settings.goodput, "goodput")), encoding="utf-8")
         except OSError as error:
             raise StartupError(f"{settings.out} cannot be written: {error.strerror}") from error
     if as_json:
-        goodput = parse_goodput(settings.goodput, "goodput")
-        click.echo(json.dumps([_as_json(one, goodput) for one in results], indent=1))
+        click.echo(json.dumps([_as_json(one) for one in results], indent=1))
         return 0
     _print_table(results)
-    if settings.tenants is not None:
-        _print_tenants(results, parse_goodput(settings.goodput, "goodput"))
     for one in results:
         for reason, number in one.outcome.failures().items():
             click.echo(f"{one.scenario.policy}, {one.scenario.fleet}: {number} requests failed: {reason}")
@@ -83,32 +79,13 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     return 0
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """For simulations: garbage is looked for rarely, and engines log errors alone."""
-    # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
-    before = gc.get_threshold()
-    gc.set_threshold(100_000)
-    # Preemptions are counted; each is a line in a real worker's log.
-    engine = logging.getLogger("engine")
-    level = engine.level
-    engine.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        engine.setLevel(level)
-
-
-def _as_json(result: Result, goodput: Goodput) -> dict[str, object]:
-    tenants = result.outcome.by_tenant(goodput)
+def _as_json(result: Result) -> dict[str, object]:
     workers = {role.value: num for role, num in result.scenario.num_workers.items()}
     return {
         "policy": result.scenario.policy,
         "workers": workers,
         **result.figures,
         "failures": result.outcome.failures(),
-        **({"tenants": tenants} if tenants else {}),
     }
 
 
@@ -126,22 +103,6 @@ def _print_table(results: Sequence[Result]) -> None:
         served = f"{figures['requests'] - figures['failed']:.0f} of {figures['requests']:.0f}"
         cells = [form.format(figures[name]) if name in figures else "" for _, name, form in COLUMNS]
         table.add_row(one.scenario.policy, one.scenario.fleet, served, *cells)
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
-
-
-def _print_tenants(results: Sequence[Result], goodput: Goodput) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for name in ("policy", "fleet", "tenant"):
-        table.add_column(name)
-    for name, _, _ in TENANT_COLUMNS:
-        table.add_column(name, justify="right")
-    for one in results:
-        for tenant, figures in one.outcome.by_tenant(goodput).items():
-            cells = [form.format(figures[name]) if name in figures else "" for _, name, form in TENANT_COLUMNS]
-            table.add_row(one.scenario.policy, one.scenario.fleet, tenant, *cells)
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
