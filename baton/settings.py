@@ -28,6 +28,7 @@ from common.config import (
     RouterSettings,
     Settings,
     SimulateSettings,
+    TuneSettings,
     UpSettings,
     WorkerSettings,
 )
@@ -92,6 +93,7 @@ DEMO_SETTINGS = with_connectors(_with_fields(DemoSettings, *stack_settings_class
 WORKER_SETTINGS = with_connectors(WorkerSettings)
 CHAT_SETTINGS = _with_fields(ChatSettings, SAMPLING_SETTINGS)
 SIMULATE_SETTINGS = _with_fields(SimulateSettings, NamedPolicies)
+TUNE_SETTINGS = _with_fields(TuneSettings, NamedPolicies)
 GENERATE_SETTINGS = _with_fields(GenerateSettings, SAMPLING_SETTINGS)
 SETTINGS: dict[str, type[Settings]] = {
     "up": UP_SETTINGS,
@@ -111,6 +113,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "profile": ProfileSettings,
     "replay": EngineSettings,
     "simulate": SIMULATE_SETTINGS,
+    "tune": TUNE_SETTINGS,
 }
 """Every command and what configures it."""
 

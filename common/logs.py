@@ -33,9 +33,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
-        extras = " ".join(f"{key}={_in_one_line(str(value))}" for key, value in _extras(record).items())
+        extras = " ".join([f"{key}={value}" for key, value in _extras(record).items()])
         if not extras:
             return line
+        if not extras.isprintable():
+            extras = " ".join([f"{key}={_in_one_line(str(value))}" for key, value in _extras(record).items()])
         head, newline, rest = line.partition("\n")
         return f"{head} {extras}{newline}{rest}"
 
@@ -43,8 +45,6 @@ class TextFormatter(logging.Formatter):
 def _in_one_line(text: str) -> str:
     """Escapes control characters: parts of a text come from clients and other processes, and must not look like further
     log lines or move a cursor."""
-    if text.isprintable():
-        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -52,6 +52,7 @@ class JsonFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
+        self._encode = json.JSONEncoder(default=str).encode
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -64,7 +65,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return self._encode(line)
 
 
 class RareLine:
@@ -110,8 +111,18 @@ def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    _leave_out_what_no_line_shows()
     _settled.clear()
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_for_operators)
+
+
+def _leave_out_what_no_line_shows() -> None:
+    """The place in the code, thread, process and task, which cost half as much as the rest of a line. The switches are
+    those of the logging HOWTO."""
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    if sys.version_info >= (3, 12):
+        logging.logAsyncioTasks = False
 
 
 _settled: list[int] = []  # the level that holds again after debug lines; empty while that holds

@@ -36,3 +36,8 @@ class RetryBudget:
             return False
         self._balance -= 1
         return True
+
+
+def hedge_budget() -> RetryBudget:
+    """That of a decode worker's hedges, of the prompts that prefill workers are asked for."""
+    return RetryBudget(ratio=0.1, floor_per_s=1.0, window_s=16.0)

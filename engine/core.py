@@ -28,6 +28,7 @@ from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
 from engine.reports import report_late, report_not_stored, report_preempted, report_settled, report_unreachable
+from engine.request import Request
 from engine.sampling.grammars import Compiler, GrammarBounds, PendingGrammars
 from engine.scheduling.schedule import LateRequest, NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
@@ -290,6 +291,13 @@ class EngineCore:
         self.take_in_transfers()
         return True
 
+    def repeat(self, requests: Sequence[Request], num_steps: int) -> None:
+        """Does what so many steps of these requests come to, for simulations (`Scheduler.repeat`). Tells only of those
+        that end with the last step."""
+        for new in self.scheduler.repeat(requests, num_steps):
+            if new.finish_reason is not None:
+                self._report_token(new)
+
     def _first_steps(self, output: SchedulerOutput) -> list[m.StepTraced]:
         """Of traced requests: those that compute their prompt, or their first token after it."""
         now = self._clock()
@@ -338,13 +346,10 @@ class EngineCore:
     @property
     def load(self) -> WorkerLoad:
         scheduler, blocks, arrivals = self.scheduler, self.blocks, self._arrivals
-        num_prompts, num_tokens = scheduler.queued_prompts
         return WorkerLoad(
             num_requests_running=scheduler.num_running + scheduler.num_held_back,
             num_requests_waiting=scheduler.num_waiting - scheduler.num_held_back + len(arrivals),
-            num_queued_prompt_tokens=num_tokens + arrivals.num_prompt_tokens,
-            num_queued_prompts=num_prompts + len(arrivals),
-            queued_by_slack=scheduler.queued_by_slack(self._clock()),
+            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens + arrivals.num_prompt_tokens,
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_empty_blocks,
             num_cached_blocks=blocks.num_cached_blocks,

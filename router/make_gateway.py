@@ -62,8 +62,7 @@ def make_gateway(
         generic_tools=settings.generic_tools,
         begin_trace=never_traced if traces is None else traces.begin,
     )
-    routes = Routes(registry, policy_of(settings), process.decisions, refuses_late=settings.slo_late == "refuse")
-    retries = Retries(registry, limits)
+    routes, retries = Routes(registry, policy_of(settings), process.decisions), Retries(registry, limits)
     endings = _endings(settings, process, traces)
     return Gateway(
         admission,

@@ -1,16 +1,19 @@
-"""A fleet on a virtual clock: the real policy, prefix index, planner, scheduler and block manager, and no device.
+"""A fleet on a virtual clock: the real limits, queue, policy, prefix index, planner, scheduler and block manager, and
+no device.
 
-    traffic ──> router (policy, prefix index) ──> decode worker ──> prefill worker      each: an `EngineCore`
-                                                       <── blocks over a link ──
+    traffic ──> router (limits, queue, policy, index) ──> decode worker ──> prefill worker      each: an `EngineCore`
+                                                               <── blocks over a link ──
 
-    clock      events in the order of their times
-    device     steps that take the predicted time, and compute nothing
-    link       moves blocks at some bytes a second
-    worker     an engine's loop
-    router     what a router decides by, and what it has heard
-    fleet      workers, requests on their way, and the planner
-    outcome    what came of it
-    report     the same as a page with pictures
+    clock        events in the order of their times
+    device       steps that take the predicted time, and compute nothing
+    link         moves blocks at some bytes a second
+    worker       an engine's loop
+    admission    what a router lets in, and when
+    router       what a router decides by, and what it has heard
+    prefill_leg  a request's way to a prefill worker and back
+    fleet        workers, requests on their way, and the planner
+    outcome      what came of it
+    report       the same as a page with pictures
 
 Nothing sleeps and nothing runs beside anything else, so equal seeds give equal results on every machine.
 """

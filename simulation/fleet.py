@@ -16,7 +16,8 @@ from functools import lru_cache, partial
 
 from common.block_hash import block_hashes, root_hash
 from common.config import EngineSettings
-from common.errors import UnavailableError
+from common.errors import BatonError
+from common.retry_budget import RetryBudget, hedge_budget
 from common.sampling import SamplingParams
 from common.targets import LatencyTargets
 from common.traffic.requests import TrafficRequest
@@ -26,10 +27,13 @@ from engine.scheduling.schedule import LateRequest
 from engine.simulated.data_sheet import SimulatedTime
 from router.autoscaler.fleet_load import prompt_rate
 from router.policy.base import Policy, RoutingDecision
+from router.running.prefill_times import PrefillTimes
+from simulation.admission import AdmissionOptions, SimulatedAdmission, Visit
 from simulation.clock import VirtualClock
 from simulation.device import VirtualDevice, spec_of
 from simulation.link import Link, LinkSpeed, Network
 from simulation.outcome import Outcome, RequestOutcome
+from simulation.prefill_leg import Mail, PrefillLeg
 from simulation.router import SimulatedRouter
 from simulation.scaling import PLAN_S, Scaling, ScalingOptions
 from simulation.worker import SimulatedWorker
@@ -49,7 +53,8 @@ class FleetOptions:
     tells_times: bool = True  # workers say how long their steps take, so that the router counts in seconds
     lends: bool = True  # decode workers lend what they have of a prompt
     scaling: ScalingOptions | None = None  # None: the fleet stays as it is
-    targets: LatencyTargets | None = None  # of all requests; of workers only `--queue-policy slo` looks at them
+    targets: LatencyTargets | None = None  # of all requests; only `--queue-policy slo` looks at them
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)  # what the router lets in, and when
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +63,12 @@ class _OnItsWay:
     outcome: RequestOutcome
     decision: RoutingDecision
     decode: SimulatedWorker
-    prefill: SimulatedWorker | None = None  # once it is asked
+    targets: LatencyTargets | None
+    visit: Visit | None  # None: the router lets everybody in
+    needed: list[str]  # addresses of workers that may not end before
+    leg: PrefillLeg | None = None  # None: there is no prefill worker for it
     is_released: bool = False  # by the decode worker
-    has_lent: bool = False
+    num_told_tokens: int = 0  # of the answer, that the router has counted
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +77,7 @@ class _Member:
     since: float  # paid from here
     num_running: int = 0  # requests on their way that need it
     is_draining: bool = False
+    hedges: RetryBudget = field(default_factory=hedge_budget)  # of the prompts that it has prefill workers compute
 
 
 class Fleet:
@@ -78,6 +87,11 @@ class Fleet:
         self._options = options
         self._clock = VirtualClock()
         self._network = Network(self._clock, options.link)
+        self._mail = Mail(self._clock, options.message_s)
+        limits = options.admission
+        self._admission = None if limits.is_unlimited else SimulatedAdmission(limits, self._clock)
+        self._retries = RetryBudget()
+        self._prefill_times = PrefillTimes()
         self._router = SimulatedRouter(options.policy(), options.settings.block_size)
         self._root = root_hash(spec_of(options.settings.block_size).fingerprint())
         self._members: dict[str, _Member] = {}
@@ -146,51 +160,97 @@ class Fleet:
 
     def _arrive(self, request: TrafficRequest, arriving: Iterator[TrafficRequest]) -> None:
         self._arrive_next(arriving)
-        token_ids = prompt_of(request)
-        key, num_prompt = str(len(self._outcomes)), len(token_ids)
+        num_prompt = request.num_prompt_tokens
         outcome = RequestOutcome(
-            at=self._clock.now, num_prompt_tokens=num_prompt, num_output_tokens=request.num_output_tokens
+            at=self._clock.now,
+            num_prompt_tokens=num_prompt,
+            num_output_tokens=request.num_output_tokens,
+            tenant=request.tenant,
         )
+        key = str(len(self._outcomes))
         self._outcomes.append(outcome)
-        self._arrived_tokens += num_prompt
-        block_names = block_hashes(self._root, token_ids[:-1], self._options.settings.block_size)
+        if self._admission is None:
+            self._arrived_tokens += num_prompt
+            self._route(key, request, outcome, None)
+            return
+
+        def begin() -> None:
+            outcome.queue_s = self._clock.now - outcome.at
+            self._route(key, request, outcome, visit)
+
+        def refuse(error: BatonError) -> None:
+            outcome.failure = error.message
+
+        try:
+            visit = self._admission.admit(request.tenant, num_prompt, request.num_output_tokens, begin, refuse)
+        except BatonError as error:
+            refuse(error)
+        else:
+            self._arrived_tokens += num_prompt
+
+    def _route(self, key: str, request: TrafficRequest, outcome: RequestOutcome, visit: Visit | None) -> None:
+        """The request's turn has come: it goes to a decode worker."""
+        options, token_ids = self._options, prompt_of(request)
+        self._retries.request()
         try:
             decision = self._router.pick(
+                key,
                 self._clock.now,
-                num_prompt_tokens=num_prompt,
-                num_tokens=num_prompt + request.num_output_tokens,
-                block_names=block_names,
+                num_prompt_tokens=len(token_ids),
+                num_tokens=len(token_ids) + request.num_output_tokens,
+                block_names=block_hashes(self._root, token_ids[:-1], options.settings.block_size),
                 session=request.session,
-                targets=self._options.targets,
             )
-        except UnavailableError as error:
+        except BatonError as error:
             outcome.failure = error.message
+            self._leave(visit)
             return
-        if decision.late is not None:
-            outcome.was_late = True
-            if self._options.settings.slo_late == "refuse":
-                outcome.failure = "RESOURCE_EXHAUSTED: no worker can give its first token in time"
-                return
-        self._router.send(key, self._clock.now, decision, block_names)
-        member = self._members[decision.decode.address]
-        outcome.decode = member.worker.address
-        self._on_their_way[key] = _OnItsWay(request, outcome, decision, member.worker)
-        member.num_running += 1
-        for helper in decision.prefill[:1]:
-            self._members[helper.address].num_running += 1
+        decode = self._members[decision.decode.address].worker
+        outcome.decode = decode.address
+        targets = options.targets
+        if self._admission is not None:
+            targets = self._admission.targets(request.tenant, targets)
+        one = _OnItsWay(request, outcome, decision, decode, targets, visit, needed=[])
+        self._on_their_way[key] = one
+        self._need(one, decode.address)
+        if decision.prefill:
+            self._need(one, decision.prefill[0].address)
+            one.leg = self._leg(one, key)
         command = m.AddRequest(
             request_id=key,
             prompt_token_ids=token_ids,
             sampling_params=_greedy(request.num_output_tokens),
             mode=m.RequestMode.REMOTE if decision.prefill else m.RequestMode.LOCAL,
             min_remote_tokens=decision.min_remote_tokens,
-            targets=self._options.targets,
+            targets=targets,
             asked_time=outcome.at,
         )
-        self._send(member.worker, command)
+        self._mail.send(decode, command)
 
-    def _send(self, worker: SimulatedWorker, command: m.Command) -> None:
-        self._clock.at(self._clock.now + self._options.message_s, lambda: worker.deliver(command))
+    def _leg(self, one: _OnItsWay, key: str) -> PrefillLeg:
+        decision, now = one.decision, self._clock.now
+        may_hedge = decision.may_hedge and self._retries.allows(now)
+        late_s = self._prefill_times.late_s(decision.prefill_cost, decision.prefill_s) if may_hedge else None
+        return PrefillLeg(
+            key,
+            one.outcome,
+            one.decode,
+            [helper.address for helper in decision.prefill],
+            partial(self._need, one),
+            self._mail,
+            hedge_after_s=late_s,
+            hedges=self._members[one.decode.address].hedges,
+            lends=self._options.lends,
+        )
+
+    def _need(self, one: _OnItsWay, address: str) -> SimulatedWorker | None:
+        """The worker at this address, which does not end before the request; None if it has ended."""
+        if (member := self._members.get(address)) is None:
+            return None
+        if address not in one.needed:
+            one.needed.append(address)
+            member.num_running += 1
+        return member.worker
 
     def _take_in(self, worker: SimulatedWorker, event: m.Event) -> None:
         """An engine says something."""
@@ -198,90 +258,76 @@ class Fleet:
             return
         if worker is one.decode:
             self._take_in_decode(one, event)
-        elif worker is one.prefill:
-            self._take_in_prefill(one, event)
+        elif one.leg is not None:
+            one.leg.take_in(worker, event)
 
     def _take_in_decode(self, one: _OnItsWay, event: m.Event) -> None:
         outcome = one.outcome
         match event:
             case m.RemotePrefillNeeded(key, first_block):
-                one.prefill = self._members[one.decision.prefill[0].address].worker
-                outcome.prefill = one.prefill.address
-                command = m.AddRequest(
-                    request_id=key,
-                    prompt_token_ids=prompt_of(one.request),
-                    sampling_params=_greedy(one.request.num_output_tokens),
-                    mode=m.RequestMode.PREFILL,
-                    first_block=first_block,
-                    num_lendable_blocks=first_block if self._options.lends else 0,
-                    targets=self._options.targets,
-                    asked_time=outcome.at,
-                )
-                self._send(one.prefill, command)
+                if one.leg is not None:
+                    command = m.AddRequest(
+                        request_id=key,
+                        prompt_token_ids=prompt_of(one.request),
+                        sampling_params=_greedy(one.request.num_output_tokens),
+                        mode=m.RequestMode.PREFILL,
+                        first_block=first_block,
+                        targets=one.targets,
+                        asked_time=outcome.at,
+                    )
+                    one.leg.start(command)
             case m.BlocksFetched():
                 outcome.num_bytes_moved += event.num_bytes
-            case m.BlocksPublished(key, blocks, failed_indexes, failure, _):
-                if one.prefill is not None:
-                    self._send(one.prefill, m.RemoteBlocksPublished(key, blocks, failed_indexes, failure))
-            case m.PrefillReceived(key, _):
-                if outcome.ttft_s is not None:
-                    first_at = outcome.at + outcome.ttft_s - self._options.message_s
-                    self._router.first_tokens.handed_over(one.decision.num_missing_tokens, self._clock.now - first_at)
-                self._release(one, key)
+            case m.BlocksPublished():
+                if one.leg is not None:
+                    one.leg.lend(event)
+            case m.PrefillReceived():
+                self._release(one)
             case m.TokensGenerated():
                 if event.tokens and outcome.ttft_s is None:
                     outcome.ttft_s = self._clock.now + self._options.message_s - outcome.at
-                    self._count_first_token(one)
                 outcome.num_preemptions = event.num_preemptions
-                if one.prefill is None:
+                if one.leg is None or not one.leg.is_started:
                     outcome.num_cached_tokens = event.num_cached_tokens
+                if self._admission is not None:
+                    # Of a leap, and of the first token that comes from a prefill worker, it hears at the end.
+                    is_end = event.finish_reason is not None
+                    num_new = outcome.num_output_tokens - one.num_told_tokens if is_end else len(event.tokens)
+                    one.num_told_tokens += num_new
+                    self._admission.answered(outcome.tenant, num_new)
                 if event.finish_reason is not None:
                     self._end(one, event.request_id)
             case m.RequestFailed(key, code, reason):
                 outcome.failure = f"{code}: {reason}"
                 self._end(one, key)
 
-    def _take_in_prefill(self, one: _OnItsWay, event: m.Event) -> None:
-        match event:
-            case m.LoanNeeded(key, first, stop):
-                one.has_lent = True
-                self._send(one.decode, m.LendBlocks(key, first, stop))
-            case m.BlocksPublished(key, blocks, failed_indexes, failure, _):
-                self._send(one.decode, m.RemoteBlocksPublished(key, blocks, failed_indexes, failure))
-            case m.TokensGenerated(request_id=key, tokens=tokens):
-                one.outcome.num_cached_tokens = min(event.num_cached_tokens, one.outcome.num_prompt_tokens)
-                self._send(one.decode, m.RemoteFirstToken(key, tokens[0]))
-                # The decode worker's front passes it on at once.
-                one.outcome.ttft_s = self._clock.now + 2 * self._options.message_s - one.outcome.at
-                self._count_first_token(one)
-            case m.BlocksFetched():
-                one.outcome.num_bytes_moved += event.num_bytes
-            case m.RequestFailed(key, code, reason):
-                self._send(one.decode, m.RemotePrefillFailed(key, f"{code}: {reason}"))
-
-    def _count_first_token(self, one: _OnItsWay) -> None:
-        if one.decision.first_token_s is not None and one.outcome.ttft_s is not None:
-            self._router.first_tokens.came(one.decision.first_token_s, one.outcome.ttft_s)
-
-    def _release(self, one: _OnItsWay, key: str) -> None:
-        """The decode worker needs nothing more of the prefill worker."""
-        if one.prefill is not None and not one.is_released:
+    def _release(self, one: _OnItsWay) -> None:
+        """The decode worker needs nothing more of prefill workers."""
+        if one.leg is not None and one.leg.is_started and not one.is_released:
             one.is_released = True
-            self._send(one.prefill, m.Release(key))
-            if one.has_lent:
-                self._send(one.decode, m.EndLoan(key))
+            one.leg.release()
 
     def _end(self, one: _OnItsWay, key: str) -> None:
-        outcome = one.outcome
-        self._release(one, key)
+        outcome, decision, leg = one.outcome, one.decision, one.leg
+        self._release(one)
         del self._on_their_way[key]
-        self._router.ended(key, one.decision)
+        self._router.ended(key, decision)
         outcome.e2e_s = self._clock.now + self._options.message_s - outcome.at
         self._last_end = max(self._last_end, outcome.at + outcome.e2e_s)
-        for address in {one.decode.address, *(helper.address for helper in one.decision.prefill[:1])}:
+        if leg is not None and leg.elapsed_s is not None and not outcome.failure:
+            if outcome.prefill == decision.prefill[0].address:
+                self._prefill_times.came(decision.prefill_cost, leg.elapsed_s, decision.prefill_s)
+            for _ in range(outcome.num_hedges):
+                self._retries.spend(self._clock.now)
+        for address in one.needed:
             member = self._members[address]
             member.num_running -= 1
             self._remove_if_done(member)
+        self._leave(one.visit)
+
+    def _leave(self, visit: Visit | None) -> None:
+        if self._admission is not None and visit is not None:
+            self._admission.end(visit)
 
     # ----------------------------------------------------------------------------------------------- workers
 
@@ -315,7 +361,8 @@ class Fleet:
     def _plan(self) -> None:
         """Once a second, for as long as there is somebody to serve."""
         scaling, options = self._scaling, self._options.scaling
-        if scaling is None or options is None or not (self._is_arriving or self._on_their_way):
+        is_over = not (self._is_arriving or self._on_their_way or (self._admission and self._admission.num_waiting))
+        if scaling is None or options is None or is_over:
             return
         now = self._clock.now
         self._clock.at(now + PLAN_S, self._plan)

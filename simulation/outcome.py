@@ -28,7 +28,11 @@ class RequestOutcome:
     decode: str = ""
     prefill: str = ""  # empty: the decode worker computed the prompt
     failure: str = ""
-    was_late: bool = False  # the router or a worker held its targets for missed: it is refused, or served all the same
+    tenant: str = ""
+    queue_s: float = 0.0  # in the router's queue
+    num_hedges: int = 0  # prefill workers asked beside a late one
+    is_hedge_won: bool = False  # the one that was asked beside it came first
+    was_late: bool = False  # a worker held its targets for missed: it is refused, or served as best effort
 
     @property
     def tpot_s(self) -> float | None:
@@ -78,6 +82,13 @@ class Outcome:
             found["late"] = num_late
             # Served after all, these met every target.
             found["late_but_good"] = sum(one.was_late and one.is_good(goodput) for one in served)
+        if any(one.queue_s for one in served):
+            waits = sorted(one.queue_s for one in served)
+            found["mean_queue_ms"] = 1000 * math.fsum(waits) / len(waits)
+            found["p99_queue_ms"] = 1000 * percentile(waits, 0.99)
+        if num_hedges := sum(one.num_hedges for one in self.requests):
+            found["hedges"] = num_hedges
+            found["hedges_won"] = sum(one.is_hedge_won for one in self.requests)
         for name, value_of in MEASURES.items():
             values = sorted(value for one in served if (value := value_of(one)) is not None)
             if values:
@@ -101,9 +112,34 @@ class Outcome:
         found["good_requests_per_worker_hour"] = num_good / hours if hours else 0.0
         return found
 
+    def by_tenant(self, goodput: Goodput) -> dict[str, dict[str, float]]:
+        """Figures of each tenant, if requests have any: names as in `summary`, and the share of all output tokens."""
+        tenants = sorted({one.tenant for one in self.requests if one.tenant})
+        num_all = sum(one.num_output_tokens for one in self.requests if not one.failure and one.ttft_s is not None)
+        found: dict[str, dict[str, float]] = {}
+        for tenant in tenants:
+            own = [one for one in self.requests if one.tenant == tenant]
+            served = [one for one in own if not one.failure and one.ttft_s is not None]
+            figures: dict[str, float] = {
+                "requests": len(own),
+                "failed": len(own) - len(served),
+                "good_share": sum(one.is_good(goodput) for one in served) / len(own),
+                "output_token_share": sum(one.num_output_tokens for one in served) / max(num_all, 1),
+            }
+            for name, value_of in TENANT_MEASURES.items():
+                if values := sorted(value for one in served if (value := value_of(one)) is not None):
+                    figures[f"p50_{name}_ms"] = 1000 * percentile(values, 0.5)
+                    figures[f"p99_{name}_ms"] = 1000 * percentile(values, 0.99)
+            found[tenant] = figures
+        return found
+
 
 MEASURES: dict[str, Callable[[RequestOutcome], float | None]] = {
     "ttft": lambda one: one.ttft_s,
     "tpot": lambda one: one.tpot_s,
     "e2el": lambda one: one.e2e_s,
+}
+TENANT_MEASURES: dict[str, Callable[[RequestOutcome], float | None]] = {
+    "queue": lambda one: one.queue_s,
+    "ttft": lambda one: one.ttft_s,
 }

@@ -15,14 +15,16 @@ from common.errors import ConfigError
 from common.goodput import Goodput, parse_goodput
 from common.targets import LatencyTargets
 from common.traffic import arrivals, sizes
-from common.traffic.made import conversations, independent
+from common.traffic.made import conversations, independent, of_tenants
 from common.traffic.requests import TrafficRequest
 from common.traffic.traces import read_trace, repeated, scaled
 from common.types import WorkerRole
 from engine.simulated.data_sheet import SimulatedTime, simulated_time
 from router.autoscaler.planner import Bounds, PlannerOptions
 from router.autoscaler.rules import Targets
+from router.limits.quotas import read_limits
 from router.policy.registry import create_policy
+from simulation.admission import AdmissionOptions
 from simulation.fleet import Fleet, FleetOptions
 from simulation.link import LinkSpeed
 from simulation.outcome import Outcome
@@ -58,7 +60,7 @@ def run(settings: SimulateSettings, progress: Callable[[int, int], None] = lambd
     what is wrong with settings or files."""
     planned, goodput = scenarios(settings), parse_goodput(settings.goodput, "goodput")
     options = [fleet_options(settings, one) for one in planned]
-    requests = traffic(settings)
+    requests = with_tenants(traffic(settings), settings)
     num = len(requests) * len(planned)
 
     def told(before: int, done: int) -> None:
@@ -84,6 +86,22 @@ def traffic(settings: TrafficSettings) -> list[TrafficRequest]:
             trace = [*repeated(trace, settings.requests)]
         return [*scaled(trace, speed=settings.speed, lengths=settings.lengths)]
     return [*itertools.islice(_made(settings), settings.requests or NUM_MADE)]
+
+
+def with_tenants(requests: list[TrafficRequest], settings: SimulateSettings) -> list[TrafficRequest]:
+    """Each request, or each conversation, is one tenant's, drawn by their shares. Raises `ConfigError`."""
+    if settings.tenants is None:
+        return requests
+    shares: dict[str, float] = {}
+    for part in settings.tenants.split(","):
+        name, _, share = part.strip().partition("=")
+        found = re.fullmatch(r"\d+(\.\d+)?", share or "1")
+        if not name or found is None or not float(found[0]):
+            raise ConfigError("tenants", f"{part.strip()!r} is not a name and a share above 0, like web=3")
+        if name in shares:
+            raise ConfigError("tenants", f"{name} is given twice")
+        shares[name] = float(found[0])
+    return [*of_tenants(requests, shares, settings.seed)]
 
 
 def _made(settings: TrafficSettings) -> Iterator[TrafficRequest]:
@@ -165,6 +183,7 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         prefill=settings.prefill_policy,
         decode=settings.decode_policy,
         min_remote_tokens=settings.min_remote_tokens or 0,
+        hedges=settings.hedge_prefill,
         seed=settings.seed,
     )
     policy()  # an unknown name is said before anything runs
@@ -186,6 +205,22 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         lends=settings.lend_blocks,
         scaling=_scaling(settings) if settings.autoscale else None,
         targets=_targets(parse_goodput(settings.goodput, "goodput")),
+        admission=_admission(settings),
+    )
+
+
+def _admission(settings: SimulateSettings) -> AdmissionOptions:
+    if settings.limits_file is not None:
+        read_limits(settings.limits_file)  # what is wrong with it is said before anything runs
+    if settings.max_requests_per_key is not None and settings.max_requests is None:
+        raise ConfigError("max_requests_per_key", "means nothing without --max-requests")
+    return AdmissionOptions(
+        max_running=settings.max_running,
+        max_queued=settings.max_queued,
+        max_queue_wait_s=settings.max_queue_wait,
+        max_requests=settings.max_requests,
+        max_requests_per_key=settings.max_requests_per_key,
+        limits_file=settings.limits_file,
     )
 
 

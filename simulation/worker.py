@@ -3,21 +3,22 @@
     exact   prepare ── begin ── (the predicted seconds; messages pass) ── end ── prepare ...
     leap    a batch that only decodes goes on for k steps at once, up to the step in which its first request ends
 
-A leap is what k steps would do (`Scheduler.repeat`), in the sum of their times. Whatever reaches the worker meanwhile
-ends the leap with the step that runs at that moment. What differs: blocks are taken and named at the end of a leap, so
-their order of eviction may be another one, and routers hear of them a moment later.
+A leap is what k steps would do (`Scheduler.repeat`), in the sum of their times, and messages pass in it as they do in a
+step. It ends with the step that runs if the next one will have another batch. Loads and names of blocks are reported
+when they would be without leaps; between two reports the requests know of no step of the leap, so that blocks may be
+evicted in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
 from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole
 from engine import messages as m
 from engine.core import BegunStep, EngineCore
+from engine.request import Request
 from engine.scheduling.schedule import LateRequest, SchedulerOutput
 from simulation.clock import VirtualClock
 from simulation.device import VirtualDevice
@@ -30,28 +31,54 @@ LONGEST_LEAP = 256  # steps, whose times grow evenly enough
 class _Leap:
     """Steps of one batch that are not computed one by one."""
 
-    def __init__(self, time: BatchTime, shape: StepShape, num_steps: int, start: float, host_s: float) -> None:
+    def __init__(
+        self,
+        time: BatchTime,
+        shape: StepShape,
+        requests: Sequence[Request],
+        num_steps: int,
+        start: float,
+        host_s: float,
+        *,
+        has_queue: bool,
+    ) -> None:
         """Contexts grow by one token in each step, so times grow evenly: they are predicted for the first step and the
-        one after the last."""
+        one after the last. `has_queue`: requests wait for which there is no room."""
         after = StepShape(
             num_decodes=shape.num_decodes,
             decode_context=shape.decode_context + num_steps * shape.num_decodes,
             longest_context=shape.longest_context + num_steps,
             num_head_rows=shape.num_head_rows,
         )
+        self.requests = requests
         self.num_steps = num_steps
+        self.num_taken_in = 0  # steps that its requests know of
         self.start = start
+        self.has_queue = has_queue
         self._first_s = time.seconds(shape) + host_s
         self._growth_s = (time.seconds(after) + host_s - self._first_s) / num_steps  # from step to step
         self.end = start + self.seconds(num_steps)
+
+    def shorten(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.end = self.start + self.seconds(num_steps)
 
     def seconds(self, num_steps: int) -> float:
         """Of the first steps together."""
         return num_steps * (self._first_s + self._growth_s * (num_steps - 1) / 2)
 
+    def step_end(self, time: float) -> float:
+        """When the first step ends that does not end before `time`."""
+        num = self.num_done(time)
+        end = self.start + self.seconds(num)
+        return end if end >= time or num == self.num_steps else self.start + self.seconds(num + 1)
+
     def num_done(self, now: float) -> int:
         """Steps that have ended by then."""
-        num = min(int((now - self.start) / self._first_s), self.num_steps)
+        passed_s = now - self.start
+        most = passed_s / self._first_s  # if steps took no longer with time
+        mean_s = max(self._first_s + self._growth_s * most / 2, self._first_s / 2)
+        num = min(max(int(passed_s / mean_s), 0), self.num_steps)
         while num < self.num_steps and self.start + self.seconds(num + 1) <= now:
             num += 1
         while num and self.start + self.seconds(num) > now:
@@ -86,6 +113,8 @@ class SimulatedWorker:
         self._clock = clock
         self._leaps = leaps
         self._host_s = host_s
+        self._by_slack = settings.queue_policy == "slo"
+        self._max_batched_tokens = settings.max_num_batched_tokens
         self._emit = emit
         self._report_load = report_load
         self._report_blocks = report_blocks
@@ -98,6 +127,9 @@ class SimulatedWorker:
         self._has_changed = True  # since its load was reported
         self._load_due = self._blocks_due = 0.0  # when the next report may be made
         self._is_report_due = False  # a call that makes it is due
+        self._reports_in_leap = 0  # asked for: only the last one of them is made
+        self._told_in: _Leap | None = None  # when the load was reported last, and nothing else has changed since
+        self._passing: _Leap | None = None  # in which reports were passed over since `_load_due`
         self.core = EngineCore(settings, device, link, clock, self._wake, batch_time=lambda: device.time)
 
     @property
@@ -111,7 +143,8 @@ class SimulatedWorker:
 
     def deliver(self, command: m.Command) -> None:
         """A command has come."""
-        self._interrupt()
+        if self._leap is not None and not self._has_room(self._leap, command):
+            self._break_leap()
         self._has_changed = True
         self.core.handle(command)
         self._go_on()
@@ -120,20 +153,34 @@ class SimulatedWorker:
 
     def _wake(self) -> None:
         """Blocks have arrived."""
-        self._link.is_held = True  # what runs now began before they came
-        self._interrupt()
-        self._link.is_held = False
+        if self._leap is not None and self._leap.has_queue:  # which may now have room
+            self._link.is_held = True  # what runs now began before they came
+            self._break_leap()
+            self._link.is_held = False
         self._has_changed = True
         self._go_on()
 
     def _go_on(self) -> None:
         """Does what a message asks for: in mid-step as far as that is possible, else with the next step."""
-        if self._begun is None:
-            self._turn_soon()
+        core = self.core
+        if self._begun is not None or self._leap is not None:
+            core.take_in_transfers()
+            core.begin_remote()
+            self._send()
+            if self._leap is not None:
+                self._shorten(self._leap)
+                self._told_in = None
+                if not self._is_report_due:
+                    self._pass_reports(self._clock.now)
+                    self._report_in_leap(self._leap)
             return
-        self.core.take_in_transfers()
-        self.core.begin_remote()
-        self._send()
+        if not core.has_work:
+            core.take_in_transfers()
+        if core.has_work:
+            self._turn_soon()
+        else:
+            self._send()
+            self.report()
 
     def _turn_soon(self) -> None:
         if not self._is_turn_due:
@@ -141,14 +188,25 @@ class SimulatedWorker:
             self._clock.at(self._clock.now, self._turn)
 
     def _turn(self) -> None:
-        """One step, if there is something to compute."""
+        """One step, if there is something to compute, or a leap."""
         self._is_turn_due = False
         if self._begun is not None or self._leap is not None:
             return
-        output = self._prepare()
-        num_steps = self._num_leapt(output)
-        if num_steps > 1:
-            self._begin_leap(num_steps)
+        scheduler = self.core.scheduler
+        # A batch that only goes on, and for whose place nobody waits, is what the scheduler would decide.
+        decodes = scheduler.decodes if self._leaps and not (self._by_slack or scheduler.num_waiting) else []
+        num_steps = self._num_leapt(decodes)
+        if not num_steps:
+            output = self._prepare()
+            if self._leaps and not output.preempted and all(num == 1 for num in output.num_tokens.values()):
+                decodes = scheduler.decodes
+                if not (self._by_slack and scheduler.num_waiting) and len(decodes) == len(output.num_tokens):
+                    num_steps = self._num_leapt(decodes)
+        if num_steps:
+            for request in decodes:
+                self.core.blocks.append(request, request.num_tokens)  # as the scheduler does for the first step
+            self._send()
+            self._begin_leap(decodes, num_steps)
         else:
             self._begin(output)
         self.report()
@@ -185,53 +243,90 @@ class SimulatedWorker:
 
     # ------------------------------------------------------------------------------------------------ leaps
 
-    def _num_leapt(self, output: SchedulerOutput) -> int:
-        """How many steps may be made at once; 0 or 1: the next one is a step like any other."""
+    def _num_leapt(self, decodes: Sequence[Request]) -> int:
+        """How many steps these requests may make at once; 0: the next one is a step like any other."""
         core = self.core
-        if not self._leaps or not output.num_tokens or core.scheduler.num_waiting or output.preempted:
-            return 0
-        if len(output.num_tokens) != len(core.scheduler.decodes):
-            return 0  # a step has no room for all of them, so they take turns
+        if not decodes or len(decodes) != core.scheduler.num_computing or len(decodes) > self._max_batched_tokens:
+            return 0  # a prompt is under way, or a step has no room for all of them, so they take turns
         left = LONGEST_LEAP
-        for request, num_new in output.num_tokens.items():
-            if num_new != 1 or not request.num_output_tokens:
-                return 0
-            left = min(left, request.sampling_params.max_tokens - request.num_output_tokens - 1)
+        for request in decodes:
+            num_tokens = len(request.token_ids)
+            left = min(left, request.num_prompt_tokens + request.sampling_params.max_tokens - num_tokens)
         # Each request takes a block for every `block_size` steps, and at most one more.
-        most_each = core.blocks.num_available_blocks // len(output.num_tokens) - 1
-        return min(left, most_each * core.blocks.block_size)
+        most_each = core.blocks.num_available_blocks // len(decodes) - 1
+        return max(min(left, most_each * core.blocks.block_size), 0)
 
-    def _begin_leap(self, num_steps: int) -> None:
-        shape = self.core.scheduler.decode_shape
+    def _begin_leap(self, decodes: Sequence[Request], num_steps: int) -> None:
+        scheduler = self.core.scheduler
+        leap = _Leap(
+            self._device.time,
+            scheduler.decode_shape,
+            decodes,
+            num_steps,
+            self._clock.now,
+            self._host_s,
+            has_queue=scheduler.num_waiting > 0,
+        )
+        self._leap = leap
+        self._await(leap)
+
+    def _await(self, leap: _Leap) -> None:
         self._steps_begun += 1
         number = self._steps_begun
-        leap = self._leap = _Leap(self._device.time, shape, num_steps, self._clock.now, self._host_s)
         self._clock.at(leap.end, lambda: self._leapt(number))
 
     def _leapt(self, number: int) -> None:
         if self._leap is None or number != self._steps_begun:
             return
-        self._end_leap(self._leap.num_steps)
+        self._end_leap(self._leap, self._leap.num_steps)
+        self._send()
         self._turn()
 
-    def _end_leap(self, num_steps: int) -> None:
-        leap, self._leap = self._leap, None
-        if leap is not None and num_steps:
-            self.busy_s += leap.seconds(num_steps) - num_steps * self._host_s
-            self.num_steps += num_steps
-            self._has_changed = True
-            self.core.scheduler.repeat(num_steps)
+    def _end_leap(self, leap: _Leap, num_steps: int) -> None:
+        self._leap = None
+        self.busy_s += leap.seconds(num_steps) - num_steps * self._host_s
+        self.num_steps += num_steps
+        self._take_in(leap, num_steps)
 
-    def _interrupt(self) -> None:
-        """Ends a leap before something reaches the worker: what is left of the step that runs now is a step like any
-        other."""
+    def _take_in(self, leap: _Leap, num_steps: int) -> None:
+        """Tells the requests of these steps of the leap, unless they know already."""
+        if num_new := num_steps - leap.num_taken_in:
+            leap.num_taken_in = num_steps
+            self._has_changed = True
+            self.core.repeat(leap.requests, num_new)
+
+    def _shorten(self, leap: _Leap) -> None:
+        """Ends the leap with the step that runs now, if the next one has further requests."""
+        scheduler = self.core.scheduler
+        if scheduler.num_computing == len(leap.requests) and (leap.has_queue or not scheduler.num_waiting):
+            return
+        num_steps = leap.num_done(self._clock.now) + 1
+        if num_steps < leap.num_steps:
+            leap.shorten(num_steps)
+            self._await(leap)
+
+    def _has_room(self, leap: _Leap, command: m.Command) -> bool:
+        """Whether a leap may go on while the command is carried out: it has not taken its blocks yet."""
+        if leap.has_queue:
+            return False
+        if not isinstance(command, m.AddRequest):
+            return True
+        blocks = self.core.blocks
+        of_leap = len(leap.requests) * (leap.num_steps // blocks.block_size + 1)
+        return blocks.num_available_blocks - of_leap >= blocks.blocks_for(len(command.prompt_token_ids) + 1)
+
+    def _break_leap(self) -> None:
+        """Ends the leap before something reaches the worker that may need its blocks: what is left of the step that
+        runs now is a step like any other."""
         if (leap := self._leap) is None:
             return
         num_done = leap.num_done(self._clock.now)
-        self._end_leap(num_done)
+        self._end_leap(leap, num_done)
         if num_done < leap.num_steps:
             output = self._prepare()
             self._begin(output, leap.start + leap.seconds(num_done + 1))
+        else:
+            self._send()
 
     # ---------------------------------------------------------------------------------------------- messages
 
@@ -242,36 +337,60 @@ class SimulatedWorker:
     def report(self) -> None:
         """Reports load and blocks as far as they are due. What is not due yet is reported when it is, or with the end
         of the step under way."""
-        now, core = self._clock.now, self.core
+        now, core, leap = self._clock.now, self.core, self._leap
+        self._pass_reports(now)
+        if leap is not None and now >= self._load_due:
+            self._take_in(leap, min(leap.num_done(now), leap.num_steps - 1))  # the last one has an event of its own
         if self._has_changed and now >= self._load_due:
             self._load_due = now + LOAD_INTERVAL_S
-            self._has_changed = self._leap is not None  # it changes all the time
-            load = core.load if self._leap is None else self._load_in(self._leap)
+            self._has_changed = leap is not None  # it changes all the time
+            self._told_in = leap
+            load = core.load
             if load != self._last_load:
                 self._last_load = load
                 self._report_load(self, load)
         if core.blocks.news and now >= self._blocks_due:
             self._blocks_due = now + BLOCKS_INTERVAL_S
             self._report_blocks(self, *core.blocks.news.take())
-        if self._begun is None and not self._is_report_due and (self._has_changed or core.blocks.news):
-            self._is_report_due = True
-            due = [self._load_due] if self._has_changed else []
-            self._clock.at(min([*due, *([self._blocks_due] if core.blocks.news else [])]), self._report_late)
+        if self._begun is not None or self._is_report_due or not (self._has_changed or core.blocks.news):
+            return
+        if leap is not None:
+            self._report_in_leap(leap)
+            return
+        self._is_report_due = True
+        due = [self._load_due] if self._has_changed else []
+        self._clock.at(min([*due, *([self._blocks_due] if core.blocks.news else [])]), self._report_late)
 
     def _report_late(self) -> None:
         self._is_report_due = False
         self.report()
 
-    def _load_in(self, leap: _Leap) -> WorkerLoad:
-        """The load in the middle of a leap: its requests have taken further blocks."""
-        core, load = self.core, self.core.load
-        num_done, size = leap.num_done(self._clock.now), core.blocks.block_size
-        num_new = sum(
-            max(-(-(one.num_tokens + num_done) // size) - len(one.block_ids), 0) for one in core.scheduler.decodes
-        )
-        num_empty = min(num_new, load.num_free_blocks)
-        return replace(
-            load,
-            num_free_blocks=load.num_free_blocks - num_empty,
-            num_cached_blocks=max(load.num_cached_blocks - (num_new - num_empty), 0),
-        )
+    def _report_in_leap(self, leap: _Leap) -> None:
+        """Reports when a step of the leap ends, as it would without leaps, but for reports of which it is known that
+        they would say what the last one said: until one of its requests takes a further block."""
+        due = self._load_due
+        if self.core.blocks.news:
+            due = min(due, self._blocks_due)
+        elif self._told_in is leap:
+            self._passing = leap
+            size = self.core.blocks.block_size
+            num_left = min([len(one.block_ids) * size - len(one.token_ids) for one in leap.requests])
+            quiet_until = leap.start + leap.seconds(min(leap.num_taken_in + num_left, leap.num_steps))
+            while (end := leap.step_end(due)) <= quiet_until and end < leap.end:
+                due = end + LOAD_INTERVAL_S
+        end = leap.step_end(due)
+        self._reports_in_leap += 1
+        if end < leap.end:  # which brings a report by itself
+            number = self._reports_in_leap
+            self._clock.at(end, lambda: self._report_of_leap(leap, number))
+
+    def _report_of_leap(self, leap: _Leap, number: int) -> None:
+        if leap is self._leap and number == self._reports_in_leap and self._clock.now < leap.end:
+            self.report()
+
+    def _pass_reports(self, now: float) -> None:
+        """Sets when the next load is due, after those that had nothing to say."""
+        leap, self._passing = self._passing, None
+        if leap is not None:
+            while (end := leap.step_end(self._load_due)) < now and end >= self._load_due:
+                self._load_due = end + LOAD_INTERVAL_S

@@ -28,7 +28,7 @@ from common.errors import (
 from common.grpc.transport import Channels
 from common.logs import flip_debug
 from common.model_files import broken_template
-from common.retry_budget import RetryBudget
+from common.retry_budget import hedge_budget
 from common.targets import LatencyTargets, check_age_ms, check_targets
 from common.tracing import RequestSpans, SpanSink, Traced, sampled_context
 from common.types import WorkerRole, WorkerState
@@ -53,7 +53,6 @@ class Work:
 
 
 STORED_POLL_S = 0.02
-HEDGE_RATIO, HEDGES_PER_S, HEDGE_WINDOW_S = 0.1, 1.0, 16.0  # of the prompts that prefill workers are asked for
 MAX_NAME_CHARS = 4096  # a router makes it of a tenant and a salt; JSON may write one of their characters as twelve
 
 
@@ -98,7 +97,7 @@ class Worker:
         self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch, start_engine)
         self.channels = ChannelPool(Channels(settings))
         self.profiles = Profiles(self.engine)
-        self.hedges = RetryBudget(ratio=HEDGE_RATIO, floor_per_s=HEDGES_PER_S, window_s=HEDGE_WINDOW_S)
+        self.hedges = hedge_budget()
         self.drain_requested = asyncio.Event()
         self.drain_timeout = settings.drain_timeout
         self.spans: SpanSink | None = None  # set once the engine's process has begun, before which no thread may be

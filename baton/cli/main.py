@@ -20,6 +20,7 @@ from baton.cli.replay import REPLAY
 from baton.cli.serve import SERVE_COMMANDS
 from baton.cli.simulate import SIMULATE
 from baton.cli.top import TOP
+from baton.cli.tune import TUNE
 
 ENTRY_POINTS = "baton.commands"
 
@@ -59,7 +60,7 @@ GROUP = _Group(
     "  baton COMMAND --help          everything a command can be told",
     commands={
         command.name or "": command
-        for command in (*SERVE_COMMANDS, *ASK_COMMANDS, TOP, DOCTOR, PROFILE, REPLAY, SIMULATE)
+        for command in (*SERVE_COMMANDS, *ASK_COMMANDS, TOP, DOCTOR, PROFILE, REPLAY, SIMULATE, TUNE)
     },
 )
 

@@ -6,7 +6,8 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from baton.cli.options import AS_JSON, SettingsCommand
 from baton.settings import SIMULATE_SETTINGS
 from common.config import SimulateSettings
 from common.errors import StartupError
-from common.goodput import parse_goodput
+from common.goodput import Goodput, parse_goodput
 
 if TYPE_CHECKING:
     from simulation.scenario import Result
@@ -36,6 +37,17 @@ COLUMNS = (
     ("good/worker hour", "good_requests_per_worker_hour", "{:.0f}"),
 )
 """Heading, figure, and how it is written."""
+TENANT_COLUMNS = (
+    ("requests", "requests", "{:.0f}"),
+    ("failed", "failed", "{:.0f}"),
+    ("tokens", "output_token_share", "{:.1%}"),
+    ("queue p50", "p50_queue_ms", "{:.0f} ms"),
+    ("p99", "p99_queue_ms", "{:.0f} ms"),
+    ("TTFT p50", "p50_ttft_ms", "{:.0f} ms"),
+    ("p99", "p99_ttft_ms", "{:.0f} ms"),
+    ("good", "good_share", "{:.1%}"),
+)
+"""The same, of `Outcome.by_tenant`."""
 
 
 def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: bool) -> int:
@@ -46,29 +58,21 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     from simulation.scenario import run
 
     settings = settings.model_copy(update={"goodput": (*settings.goodput, *targets)})
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar, undisturbed():
         task = bar.add_task("requests", total=None)
-        # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
-        before = gc.get_threshold()
-        gc.set_threshold(100_000)
-        # Preemptions are counted; each is a line in a real worker's log.
-        engine = logging.getLogger("engine")
-        level = engine.level
-        engine.setLevel(logging.ERROR)
-        try:
-            results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
-        finally:
-            gc.set_threshold(*before)
-            engine.setLevel(level)
+        results = run(settings, lambda done, num: bar.update(task, completed=done, total=num))
     if settings.out is not None:
         try:
             Path(settings.out).write_text(page(results, parse_goodput(settings.goodput, "goodput")), encoding="utf-8")
         except OSError as error:
             raise StartupError(f"{settings.out} cannot be written: {error.strerror}") from error
     if as_json:
-        click.echo(json.dumps([_as_json(one) for one in results], indent=1))
+        goodput = parse_goodput(settings.goodput, "goodput")
+        click.echo(json.dumps([_as_json(one, goodput) for one in results], indent=1))
         return 0
     _print_table(results)
+    if settings.tenants is not None:
+        _print_tenants(results, parse_goodput(settings.goodput, "goodput"))
     for one in results:
         for reason, number in one.outcome.failures().items():
             click.echo(f"{one.scenario.policy}, {one.scenario.fleet}: {number} requests failed: {reason}")
@@ -79,13 +83,32 @@ def simulate(settings: SimulateSettings, *, targets: tuple[str, ...], as_json: b
     return 0
 
 
-def _as_json(result: Result) -> dict[str, object]:
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """For simulations: garbage is looked for rarely, and engines log errors alone."""
+    # A fleet has millions of objects that last, and hardly any cycles: to look for them took a fifth of the time.
+    before = gc.get_threshold()
+    gc.set_threshold(100_000)
+    # Preemptions are counted; each is a line in a real worker's log.
+    engine = logging.getLogger("engine")
+    level = engine.level
+    engine.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        engine.setLevel(level)
+
+
+def _as_json(result: Result, goodput: Goodput) -> dict[str, object]:
+    tenants = result.outcome.by_tenant(goodput)
     workers = {role.value: num for role, num in result.scenario.num_workers.items()}
     return {
         "policy": result.scenario.policy,
         "workers": workers,
         **result.figures,
         "failures": result.outcome.failures(),
+        **({"tenants": tenants} if tenants else {}),
     }
 
 
@@ -103,6 +126,22 @@ def _print_table(results: Sequence[Result]) -> None:
         served = f"{figures['requests'] - figures['failed']:.0f} of {figures['requests']:.0f}"
         cells = [form.format(figures[name]) if name in figures else "" for _, name, form in COLUMNS]
         table.add_row(one.scenario.policy, one.scenario.fleet, served, *cells)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+def _print_tenants(results: Sequence[Result], goodput: Goodput) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("policy", "fleet", "tenant"):
+        table.add_column(name)
+    for name, _, _ in TENANT_COLUMNS:
+        table.add_column(name, justify="right")
+    for one in results:
+        for tenant, figures in one.outcome.by_tenant(goodput).items():
+            cells = [form.format(figures[name]) if name in figures else "" for _, name, form in TENANT_COLUMNS]
+            table.add_row(one.scenario.policy, one.scenario.fleet, tenant, *cells)
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 

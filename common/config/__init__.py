@@ -30,6 +30,7 @@ from common.config.router import (
 )
 from common.config.simulate import SimulateSettings, TrafficSettings
 from common.config.stack import DemoSettings, UpSettings
+from common.config.tune import TuneSettings
 from common.config.worker import (
     DEFAULT_MODEL,
     ConnectorSettings,
@@ -66,6 +67,7 @@ __all__ = [
     "TlsSettings",
     "TraceSettings",
     "TrafficSettings",
+    "TuneSettings",
     "UpSettings",
     "WebSettings",
     "WorkerSettings",

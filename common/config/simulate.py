@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from common.config.autoscaler import AutoscalerSettings
 from common.config.base import Positive, Settings, comma_separated
-from common.config.router import PolicySettings
-from common.config.stack import UpSettings
+from common.config.router import LimitSettings, PolicySettings
 from common.config.worker import ConnectorSettings, EngineSettings
 
 
@@ -49,7 +48,7 @@ class TrafficSettings(Settings):
     seed: int = Field(1, description="of all that is drawn: equal seeds give equal results on every machine")
 
 
-class SimulateSettings(TrafficSettings, PolicySettings):
+class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
     """`baton simulate`."""
 
     prefill: int = Field(1, ge=0, description="prefill workers, at the start")
@@ -73,7 +72,7 @@ class SimulateSettings(TrafficSettings, PolicySettings):
     chunk_size: Positive = _as_in(EngineSettings, "chunk_size")
     announce: Literal["chunk", "end"] = _as_in(EngineSettings, "announce")
     queue_policy: Literal["fcfs", "priority", "slo"] = _as_in(EngineSettings, "queue_policy")
-    slo_late: Literal["refuse", "best-effort"] = _as_in(UpSettings, "slo_late")
+    slo_late: Literal["refuse", "best-effort"] = _as_in(EngineSettings, "slo_late")
     enable_prefix_caching: bool = _as_in(EngineSettings, "enable_prefix_caching")
     lend_blocks: bool = _as_in(ConnectorSettings, "lend_blocks")
     bandwidth: float = Field(25.0, gt=0, description="GB/s that a worker sends, and as many that it receives")
@@ -84,6 +83,13 @@ class SimulateSettings(TrafficSettings, PolicySettings):
     )
     router_times: bool = Field(
         True, description="workers tell how long their steps take, so that the router decides in seconds"
+    )
+    max_requests: Positive | None = Field(
+        None, description="requests in flight that the router takes; more are refused; no limit if unset"
+    )
+    max_requests_per_key: Positive | None = Field(None, description="those of one tenant; half of them if unset")
+    tenants: str | None = Field(
+        None, description="whose requests they are, and their shares, as web=3,batch=1; nobody's if unset"
     )
     leap: bool = Field(False, description="make many equal decode steps at once: faster, and within 1 % of the same")
     autoscale: bool = Field(False, description="let the planner add and remove prefill and decode workers")

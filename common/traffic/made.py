@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from common.traffic.arrivals import poisson
 from common.traffic.requests import MAX_RUN_ID, Run, TrafficRequest, answer_id
@@ -66,6 +67,19 @@ def conversations(
         if draw.random() >= 1 / turns:
             after = at + draw.expovariate(1 / think_s)
             heapq.heappush(due, (after, user, (*asked, (answer_id(number), num_output))))
+
+
+def of_tenants(
+    requests: Iterable[TrafficRequest], shares: Mapping[str, float], seed: int | str
+) -> Iterator[TrafficRequest]:
+    """Each request, or each conversation as a whole, is one tenant's, drawn by their `shares`."""
+    draw, names, weights = random.Random(f"tenants/{seed}"), [*shares], [*shares.values()]
+    of_sessions: dict[str, str] = {}
+    for one in requests:
+        tenant = of_sessions.get(one.session) or draw.choices(names, weights)[0]
+        if one.session:
+            of_sessions[one.session] = tenant
+        yield replace(one, tenant=tenant)
 
 
 def _checked(run_id: int) -> int:

@@ -27,6 +27,7 @@ class TrafficRequest:
     runs: tuple[Run, ...]  # of the prompt
     num_output_tokens: int
     session: str = ""  # requests of one conversation; empty: it belongs to none
+    tenant: str = ""  # whose it is; empty: nobody's
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 Mooncake's format (Qin et al., FAST 2025): a JSON object a line,
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
-with milliseconds, tokens, and one id for each 512 tokens of the prompt: equal ids, equal tokens up to there.
+with milliseconds, tokens, and one id for each 512 tokens of the prompt: equal ids, equal tokens up to there. If they
+are of other lengths, Baton writes "runs" in place of hash_ids: [[46, 64], [47, 900]], of an id and a number of tokens.
 
 Azure's (AzurePublicDataset): CSV with the columns TIMESTAMP (a date), ContextTokens, GeneratedTokens.
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from common.errors import ConfigError
-from common.traffic.requests import MAX_RUN_ID, Run, TrafficRequest
+from common.traffic.requests import MAX_RUN_ID, Run, TrafficRequest, answer_id
 
 MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
 
@@ -53,10 +54,12 @@ def read_mooncake(path: Path, *, block_tokens: int = MOONCAKE_BLOCK) -> list[Tra
                 raise ConfigError("trace", f"{place}: not a JSON object")
             at = _number(place, entry, "timestamp") / 1000
             length = _count(place, entry, "input_length")
-            hash_ids = entry.get("hash_ids")
-            if hash_ids is None:
+            hash_ids, own_runs = entry.get("hash_ids"), entry.get("runs")
+            if own_runs is not None:
+                runs: tuple[Run, ...] = _own_runs(place, own_runs, length)
+            elif hash_ids is None:
                 num_alone += 1
-                runs: tuple[Run, ...] = ((-num_alone, length),)
+                runs = ((-num_alone, length),)
             else:
                 runs = _runs(place, hash_ids, block_tokens, length)
             found.append(TrafficRequest(at=at, runs=runs, num_output_tokens=_count(place, entry, "output_length")))
@@ -67,6 +70,19 @@ def read_mooncake(path: Path, *, block_tokens: int = MOONCAKE_BLOCK) -> list[Tra
             for one in found
         ]
     return _from_zero(path, found)
+
+
+def write_trace(path: Path, requests: Iterable[TrafficRequest]) -> None:
+    """For `read_trace`, which gives the same requests but for their sessions. Raises `OSError`."""
+    with path.open("w", encoding="utf-8") as file:
+        for one in requests:
+            entry = {
+                "timestamp": 1000 * one.at,
+                "input_length": one.num_prompt_tokens,
+                "output_length": one.num_output_tokens,
+                "runs": one.runs,
+            }
+            file.write(json.dumps(entry) + "\n")
 
 
 def read_azure(path: Path) -> list[TrafficRequest]:
@@ -211,6 +227,21 @@ def _runs(place: str, hash_ids: object, size: int, length: int) -> tuple[Run, ..
         if not isinstance(one, int) or not 0 <= one <= MAX_RUN_ID:
             raise ConfigError("trace", f"{place}: hash_ids: {one!r} is not a number from 0 to {MAX_RUN_ID}")
     return tuple((one, min(size, length - size * index)) for index, one in enumerate(hash_ids))
+
+
+def _own_runs(place: str, runs: object, length: int) -> tuple[Run, ...]:
+    if not isinstance(runs, list):
+        raise ConfigError("trace", f"{place}: runs: not a list")
+    found: list[Run] = []
+    for one in runs:
+        match one:
+            case [int(run_id), int(num)] if 0 <= run_id <= answer_id(MAX_RUN_ID) and num > 0:
+                found.append((run_id, num))
+            case _:
+                raise ConfigError("trace", f"{place}: runs: {one!r} is not an id and a number of tokens")
+    if sum(num for _, num in found) != length:
+        raise ConfigError("trace", f"{place}: runs: not of {length} tokens")
+    return tuple(found)
 
 
 def _number(place: str, entry: Mapping[str, object], name: str) -> float:

@@ -16,14 +16,12 @@ One step, in order: `schedule` -> the engine carries out copies and the forward 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from types import MappingProxyType
 
 from common.batch_time import BatchTime, StepShape
-from common.types import SLACKS_S, FinishReason, SampledToken
+from common.types import FinishReason, SampledToken
 from engine.blocks.block_manager import BlockManager
 from engine.integrity import problems
 from engine.messages import RequestMode
@@ -109,6 +107,11 @@ class Scheduler:
         return len(self._running) + len(self._waiting_room)
 
     @property
+    def num_computing(self) -> int:
+        """Of these, requests that wait for nobody's KV: steps compute them."""
+        return len(self._running)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -122,25 +125,10 @@ class Scheduler:
         return sum(request.status is RequestStatus.FINISHED_LEASED for request in self.requests.values())
 
     @property
-    def queued_prompts(self) -> tuple[int, int]:
-        """(prompts, their tokens) whose KV this engine still has to compute."""
-        num_prompts = num_tokens = 0
-        for request in (*self._waiting, *self._running):
-            if (num_left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
-                num_prompts += 1
-                num_tokens += num_left
-        return num_prompts, num_tokens
-
-    def queued_by_slack(self, now: float) -> tuple[int, ...]:
-        """See `WorkerLoad`."""
-        if self._slack is None or not self._slack.knows_times:
-            return ()
-        num_tokens = [0] * (len(SLACKS_S) + 1)
-        for request in (*self._waiting, *self._running):
-            pace, num_left = request.pace, request.num_prompt_tokens - request.num_computed_tokens
-            if num_left > 0 and pace is not None and pace.has_target:
-                num_tokens[bisect_left(SLACKS_S, pace.start_by - now)] += num_left
-        return tuple(accumulate(num_tokens[:-1]))
+    def num_queued_prompt_tokens(self) -> int:
+        """Prompt tokens whose KV this engine still has to compute."""
+        here = (*self._waiting, *self._running)
+        return sum(max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in here)
 
     @property
     def decodes(self) -> list[Request]:
@@ -429,18 +417,23 @@ class Scheduler:
             self._slack.pause()
         return result
 
-    def repeat(self, num_steps: int) -> None:
-        """What so many steps come to in which each of `decodes` draws its last token again: simulations make them at
-        once. Nobody may end or wait, and there have to be blocks for all: raises `ValueError` if there are not."""
+    def repeat(self, requests: Sequence[Request], num_steps: int) -> list[NewToken]:
+        """What so many steps come to in which each of `requests`, which decode, draws its last token again: simulations
+        make them at once. Nobody may end before the last of these steps, and there have to be blocks for all: raises
+        `ValueError` if there are not. Returns the tokens of the last step."""
         result = StepResult()
         if self._slack is not None:
             self._slack.pause()
-        for request in self.decodes:
-            request.token_ids += request.token_ids[-1:] * num_steps
-            if not self.blocks.append(request, request.num_tokens - 1):
+        for request in requests:
+            last = request.token_ids[-1]
+            request.token_ids += [last] * (num_steps - 1)
+            if not self.blocks.append(request, request.num_tokens):
                 raise ValueError(f"{num_steps} steps of request {request.request_id} have too few blocks")
             self._computed(request, num_steps, result)
-            self._sums.note(request)
+            result.tokens.append(self.append(request, SampledToken(last)))
+            if request.status is RequestStatus.RUNNING:
+                self.blocks.append(request, request.num_tokens)  # as the next step would
+        return result.tokens
 
     def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
         """Notes that the KV of the request's next `num_new` tokens is computed."""

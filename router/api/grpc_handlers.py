@@ -1,12 +1,14 @@
 """Registers a servicer on a grpc.aio server. A call has to pass the gate before its message is read.
 
-Handlers are written without error handling: they raise `BatonError`, and get only requests that could be parsed.
+Handlers are written without error handling: they raise `BatonError`, and get only requests that could be parsed. That
+of an rpc whose client streams requests is called for each of them; they are answered side by side.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import cast
 
 import grpc
@@ -14,9 +16,10 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from common.errors import DeadlineError, InvalidArgumentError
-from common.grpc.calls import Context, handle_call, receive, send
+from common.errors import BatonError, DeadlineError, InvalidArgumentError, OverloadedError
+from common.grpc.calls import Context, failure_of, handle_call, receive, send
 from common.grpc.server import add_handlers
+from common.grpc.streams import uncancelled
 from router.api.access_log import AccessLog
 from router.api.api_keys import current_client
 from router.api.grpc_parser import Parser
@@ -25,6 +28,9 @@ from router.limits.gate import Gate
 UnaryHandler = Callable[[Message, Context], Awaitable[Message]]
 StreamHandler = Callable[[Message, Context], AsyncGenerator[Message, None]]
 MaxBytes = Callable[[], int]
+
+MAX_CONVERSATIONS = 256  # open streams of requests: gRPC may take memory for a message of each
+MAX_SIDE_BY_SIDE = 256  # requests of one stream that are answered at a time; it is not read on until one has ended
 
 
 def add_service(
@@ -37,13 +43,15 @@ def add_service(
     endless: bool = False,
     access_log: AccessLog | None = None,
 ) -> None:
-    """`servicer` has one coroutine method, or async generator method, for each rpc of `service`.
+    """`servicer` has one coroutine method, or async generator method, for each rpc of `service`; an async generator
+    method for one whose client streams requests, beside `failed(request, error)`, which makes the answer to one of them
+    that failed (None if it could not be parsed).
 
     `max_bytes` says how large a request may be; `endless` streams have no time limit. `access_log`: of calls.
     """
     handlers = {
-        method.name: _Handler(
-            method, getattr(servicer, method.name), gate, max_bytes, endless=endless, access_log=access_log
+        method.name: (_Conversation if method.client_streaming else _Handler)(
+            method, servicer, gate, max_bytes, endless=endless, access_log=access_log
         ).registered()
         for method in service.methods
     }
@@ -56,16 +64,15 @@ class _Handler:
     def __init__(
         self,
         method: MethodDescriptor,
-        function: object,
+        servicer: object,
         gate: Gate,
         max_bytes: MaxBytes | None,
         *,
         endless: bool,
         access_log: AccessLog | None,
     ) -> None:
-        if method.client_streaming:
-            raise NotImplementedError(f"{method.full_name} streams requests")
-        self._function = cast("UnaryHandler | StreamHandler", function)
+        self._function = cast("UnaryHandler | StreamHandler", getattr(servicer, method.name))
+        self._failed = getattr(servicer, "failed", None)
         self._parser = Parser(GetMessageClass(method.input_type))
         self._gate = gate
         self._max_bytes = max_bytes
@@ -103,10 +110,113 @@ class _Handler:
         """The request's bytes. Raises `DeadlineError` if they come too late, `InvalidArgumentError` if too many."""
         async with self._gate.reading(key):
             data = await receive(context, self._gate.limits.receive_timeout_s)
+        self._check_size(data)
+        return data
+
+    def _check_size(self, data: bytes) -> None:
         limit = self._gate.limits.max_message_bytes if self._max_bytes is None else self._max_bytes()
         if len(data) > limit:
             raise InvalidArgumentError("request", f"has {len(data)} bytes, and may have {limit}")
-        return data
+
+
+class _Conversation(_Handler):
+    """One rpc whose client streams requests. Each passes the gate by itself. The stream has a place of its own, and
+    ends once nothing is answered and nothing has come for as long as an answer may take."""
+
+    _num_open = 0
+
+    async def _run(self, context: Context) -> None:
+        client = current_client.get()
+        key = client.name if client else ""
+        if self._num_open >= MAX_CONVERSATIONS:
+            raise OverloadedError(f"this process has {MAX_CONVERSATIONS} open streams of {self._name}")
+        self._num_open += 1
+        try:
+            with self._gate.requests(key):
+                await self._converse(context, key)
+        finally:
+            self._num_open -= 1
+
+    async def _converse(self, context: Context, key: str) -> None:
+        limit_s = self._gate.limits.answer_timeout_s
+        room = _Room(MAX_SIDE_BY_SIDE)
+        write_lock = asyncio.Lock()
+        async with asyncio.TaskGroup() as answering:
+            reading = answering.create_task(_read(context))
+            while True:
+                done, _ = await asyncio.wait((reading,), timeout=limit_s)
+                if not done and room.is_empty:
+                    break
+                if not done:
+                    continue
+                data = reading.result()
+                if data is grpc.aio.EOF:
+                    return
+                await room.enter()
+                one = answering.create_task(self._answer_one(cast("bytes", data), context, key, write_lock))
+                one.add_done_callback(room.left)
+                del data
+                reading = answering.create_task(_read(context))
+            reading.cancel()
+        raise DeadlineError(f"no request came for {limit_s:g} s")
+
+    async def _answer_one(self, data: bytes, context: Context, key: str, write_lock: asyncio.Lock) -> None:
+        answers = self._answers(data, key, context)
+        del data
+        try:
+            async for answer in answers:
+                async with write_lock:
+                    await context.write(answer)
+        except grpc.aio.InternalError:  # nothing can be sent any more
+            raise asyncio.CancelledError from None
+        finally:
+            await answers.aclose()
+
+    async def _answers(self, data: bytes, key: str, context: Context) -> AsyncGenerator[Message, None]:
+        """Of one request. A failure is an answer, too."""
+        request: Message | None = None
+        failed = cast("Callable[[Message | None, BatonError], Message]", self._failed)
+        try:
+            with self._gate.requests(key), self._gate.bytes_held() as held:
+                self._check_size(data)
+                held.add(len(data))
+                request = self._parser(data)
+                del data
+                answers = cast("StreamHandler", self._function)(request, context)
+                async with aclosing(answers), asyncio.timeout(self._gate.limits.answer_timeout_s):
+                    async for answer in answers:
+                        yield answer
+        except TimeoutError:
+            yield failed(request, DeadlineError("the answer took too long"))
+        except Exception as error:
+            yield failed(request, failure_of(error))
+
+
+class _Room:
+    """For so many at a time."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._places = asyncio.Semaphore(size)
+        self._num_inside = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._num_inside == 0
+
+    async def enter(self) -> None:
+        """Waits for a place."""
+        await self._places.acquire()
+        self._num_inside += 1
+
+    def left(self, _task: object) -> None:
+        self._num_inside -= 1
+        self._places.release()
+
+
+async def _read(context: Context) -> object:
+    """The next message's bytes, or EOF."""
+    return await uncancelled(context.read())
 
 
 def _serialize(message: object) -> bytes:

@@ -16,11 +16,13 @@ from common.grpc.transport import add_port, health_server
 from common.process.unix_sockets import let_group_in, make_way, socket_path
 from common.tls import TlsFiles
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
+from protos.inference import open_inference_pb2
 from router.api.access_log import AccessLog
 from router.api.fleet_service import FleetService
 from router.api.grpc_handlers import add_service
 from router.api.grpc_parser import Parser
 from router.api.inference_service import InferenceService
+from router.api.oip.grpc_service import OpenInferenceService
 from router.api.worker_views import WorkerViews
 from router.fleet.registry import Registry
 from router.limits.demand import DemandService
@@ -30,8 +32,9 @@ from router.serving.gateway import Gateway
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
 DEMAND = demand_pb2.DESCRIPTOR.services_by_name["DemandService"]
+OPEN_INFERENCE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-SERVICES = (INFERENCE, ROUTER, DEMAND, HEALTH)
+SERVICES = (INFERENCE, OPEN_INFERENCE, ROUTER, DEMAND, HEALTH)
 REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")  # same messages
 MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
 MAX_OPEN_READS = 16
@@ -78,6 +81,8 @@ def add_services(
     open_gate = _open_gate(size)
     inference, most = InferenceService(gateway), admission.max_request_bytes
     add_service(server, INFERENCE, inference, admission.gate, most, access_log=access_log)
+    open_inference = OpenInferenceService(gateway)
+    add_service(server, OPEN_INFERENCE, open_inference, admission.gate, most, access_log=access_log)
     add_service(server, ROUTER, fleet, admission.gate, access_log=access_log)
     add_service(server, DEMAND, demand, open_gate, endless=True)
     add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out

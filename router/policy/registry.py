@@ -26,6 +26,10 @@ def policies_in_words() -> str:
     return f"{', '.join(others)} or {last}"
 
 
+def policy_names() -> tuple[str, ...]:
+    return tuple(_by_name())
+
+
 def create_policy(
     name: str,
     *,

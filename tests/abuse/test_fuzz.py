@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from protos.baton.v1 import decode_pb2, demand_pb2, inference_pb2, prefill_pb2, router_pb2, types_pb2, worker_pb2
+from protos.inference import open_inference_pb2
 from tests.abuse.mutate import message_of, mutated
 from tests.abuse.rude import OUR_FAULTS, RUDE_KEY, Target, call, channel, metadata
 from tests.abuse.vitals import Vitals
@@ -35,6 +37,7 @@ def service(file: object, name: str) -> ServiceDescriptor:
 
 ROUTER = [
     service(inference_pb2, "InferenceService"),
+    service(open_inference_pb2, "GRPCInferenceService"),
     service(router_pb2, "RouterService"),
     service(demand_pb2, "DemandService"),
     HEALTH,
@@ -46,12 +49,20 @@ DECODE = [*WORKER, service(decode_pb2, "DecodeService")]
 PORTS = {"grpc": ROUTER, "prefill": PREFILL, "decode": DECODE}
 NOT_ASKED = ("Drain",)  # does what it is for
 
+INFER = open_inference_pb2.ModelInferRequest(
+    inputs=[
+        {"name": name, "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [text]}}
+        for name, text in (("text_input", b"Hello"), ("sampling_parameters", b'{"max_tokens": 3}'))
+    ]
+)
 LITTLE = types_pb2.SamplingParams(max_tokens=3)
 RIGHT: dict[str, Callable[[Target], Message]] = {
     "Generate": lambda _: inference_pb2.GenerateRequest(prompt="Hello", sampling_params=LITTLE),
     "Chat": lambda _: inference_pb2.ChatRequest(
         messages=[inference_pb2.ChatMessage(role="user", content="Hello")], sampling_params=LITTLE
     ),
+    "ModelInfer": lambda _: INFER,
+    "ModelStreamInfer": lambda _: INFER,
     "Embed": lambda _: inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="Hello")]),
     "Decode": lambda target: decode_pb2.DecodeRequest(
         request_id="r", prompt_token_ids=[5] * 40, sampling_params=LITTLE, prefill_addresses=[target.prefill]
@@ -83,7 +94,7 @@ def messages_to(rng: random.Random, method: MethodDescriptor, target: Target) ->
     for number in range(rng.choice((1, 1, 1, 1, 0, 2, 5)) if rng.random() < 0.3 or method.client_streaming else 1):
         message = message_of(rng, method.input_type)
         if method.name in RIGHT and rng.random() < 0.7 and number == 0:
-            right = RIGHT[method.name](target)
+            right = copy.deepcopy(RIGHT[method.name](target))
             if rng.random() < 0.8:
                 for field in rng.sample(list(method.input_type.fields), 1):
                     message.ClearField(field.name)

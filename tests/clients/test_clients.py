@@ -44,7 +44,7 @@ def test_a_stock_client(request: pytest.FixtureRequest, name: str, tmp_path: Pat
         if not name.startswith(("OPENAI_", "LANGCHAIN_", "LANGSMITH_", "HF_"))
     }
     done = subprocess.run(
-        [python, "-W", "ignore", script, f"{stack.http}/v1", MODEL],
+        [python, "-W", "ignore", script, f"{stack.http}/v1", MODEL, stack.grpc],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

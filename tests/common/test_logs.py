@@ -11,7 +11,9 @@ from common.logs import LogFormat, RareLine, setup_logging
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("_srcfile", "logThreads", "logProcesses", "logMultiprocessing"):
+        monkeypatch.setattr(logging, name, getattr(logging, name))
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     yield
@@ -38,6 +40,26 @@ def test_what_comes_from_others_stays_in_its_line(capsys: pytest.CaptureFixture[
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable()
     assert "forged" in line
+
+
+@pytest.mark.parametrize(
+    ("log_format", "expected"),
+    [
+        ("text", "INFO [router] answered request_id=a reason=None worker=Zürich"),
+        (
+            "json",
+            '"message": "answered", "request_id": "a", "reason": null, "worker": "Z\\u00fcrich"}',
+        ),
+    ],
+)
+def test_a_line_tells_all_that_it_was_given(
+    capsys: pytest.CaptureFixture[str], log_format: LogFormat, expected: str
+) -> None:
+    setup_logging("router", log_format=log_format)
+    facts = {"request_id": "a", "reason": None, "worker": "Zürich"}
+    logging.getLogger("x").info("answered", extra=facts)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(expected)
 
 
 def test_a_rare_line_is_printed_once_a_second_and_counts_the_rest(caplog: pytest.LogCaptureFixture) -> None:

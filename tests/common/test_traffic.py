@@ -24,6 +24,7 @@ from common.traffic.traces import (
     read_trace,
     repeated,
     scaled,
+    write_trace,
 )
 
 NUM = 20_000
@@ -138,6 +139,31 @@ def test_mooncakes_trace(tmp_path: Path) -> None:
     assert (second.at, second.runs, second.num_output_tokens) == (2.0, ((0, 512), (5, 188)), 20)
     assert (third.at, third.num_prompt_tokens) == (3.5, 8)
     assert third.runs[0][0] not in (0, 4, 5)
+
+
+def test_a_written_trace_is_read_as_it_was(tmp_path: Path) -> None:
+    made = [
+        TrafficRequest(at=at, runs=((0, 64), (7, 900), (answer_id(7), 3)), num_output_tokens=5) for at in (0.0, 0.3)
+    ]
+    write_trace(tmp_path / "trace", made)
+    assert read_trace(tmp_path / "trace") == made
+
+
+@pytest.mark.parametrize(
+    ("runs", "reason"),
+    [
+        ("7", "runs: not a list"),
+        ("[[1, 4], [2]]", "runs: [2] is not an id and a number of tokens"),
+        ("[[1, 0], [2, 5]]", "runs: [1, 0] is not"),
+        ("[[-1, 5]]", "runs: [-1, 5] is not"),
+        ("[[1, 4]]", "runs: not of 5 tokens"),
+    ],
+)
+def test_runs_of_a_trace_are_checked(tmp_path: Path, runs: str, reason: str) -> None:
+    (tmp_path / "trace").write_text(f'{{"timestamp": 0, "input_length": 5, "output_length": 1, "runs": {runs}}}\n')
+    with pytest.raises(ConfigError) as raised:
+        read_trace(tmp_path / "trace")
+    assert f"trace: {tmp_path / 'trace'}, line 1: {reason}" in raised.value.message
 
 
 def test_azures_trace(tmp_path: Path) -> None:

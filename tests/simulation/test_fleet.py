@@ -148,22 +148,18 @@ def played(case: str, *, leap: bool = False) -> Outcome:
     return served(traffic(SimulateSettings.model_validate(settings)), **settings)
 
 
-@pytest.mark.parametrize("case", ["1P1D", "scarce"])
+@pytest.mark.parametrize("case", CASES)
 def test_leaps_come_to_the_same_as_exact_steps(case: str) -> None:
+    """Workers that leap report loads and blocks when they would without, so that requests go to the same ones."""
     exact, leaps = played(case), played(case, leap=True)
     for one, other in zip(exact.requests, leaps.requests, strict=True):
+        assert (other.decode, other.prefill, other.num_cached_tokens) == (
+            one.decode, one.prefill, one.num_cached_tokens
+        )  # fmt: skip
         assert other.ttft_s == pytest.approx(one.ttft_s, rel=0.01)
         assert other.e2e_s == pytest.approx(one.e2e_s, rel=0.01)
     assert leaps.seconds == pytest.approx(exact.seconds, rel=0.01)
     assert leaps.num_steps == pytest.approx(exact.num_steps, rel=0.01)
-
-
-@pytest.mark.parametrize("case", ["2P2D", "chats"])
-def test_figures_of_a_fleet_that_leaps_are_the_same(case: str) -> None:
-    """Single requests may go to other workers: a worker that leaps tells its load at other moments."""
-    exact, leaps = (played(case, leap=leap).summary({}) for leap in (False, True))
-    for name in ("mean_ttft_ms", "p50_ttft_ms", "mean_tpot_ms", "p50_tpot_ms", "mean_e2el_ms", "duration_s"):
-        assert leaps[name] == pytest.approx(exact[name], rel=0.01), name
 
 
 def test_leaps_wait_until_a_step_has_room_for_all() -> None:
@@ -245,22 +241,11 @@ def test_more_answers_are_in_time_by_slack_than_by_arrival() -> None:
     )
     assert slo.figures["good_share"] >= 1.5 * fcfs.figures["good_share"]
     assert refusing.figures["good_share"] >= slo.figures["good_share"]
-    assert fcfs.figures["late"] > 0, "the router's word, which workers do not hear"
+    assert "late" not in fcfs.figures
     assert slo.figures["late"] > 0
-    for served in (fcfs, slo):
-        assert (served.figures["late_but_good"], served.figures["failed"]) == (0, 0), "no refusal would be wrong"
+    assert (slo.figures["late_but_good"], slo.figures["failed"]) == (0, 0), "nobody would have been refused wrongly"
     assert refusing.figures["failed"] == refusing.figures["late"] > 0
     assert slo.figures == again.figures
-
-
-@pytest.mark.slow
-def test_a_router_that_refuses_has_more_answers_in_time() -> None:
-    """Of workers that serve by arrival: the queue does not become longer than the targets are."""
-    made = SimulateSettings.model_validate(OVERLOAD | {"goodput": "ttft:2000", "requests": 150})
-    served, refusing = (run(made.model_copy(update={"slo_late": late}))[0] for late in ("best-effort", "refuse"))
-    assert refusing.figures["good_share"] >= 2 * served.figures["good_share"]
-    assert refusing.figures["failed"] == refusing.figures["late"] > 0
-    assert served.figures["failed"] == served.figures["late_but_good"] == 0
 
 
 @pytest.mark.slow

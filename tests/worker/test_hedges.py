@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from common import metrics
+from common.retry_budget import RetryBudget
 from common.types import WorkerRole
 from decode_service import prefill_leg
 from protos.baton.v1 import decode_pb2, prefill_pb2
@@ -138,9 +139,10 @@ async def test_one_other_is_asked_at_most(decode: Front) -> None:
 
 
 async def test_no_more_are_asked_than_the_budget_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shell, "HEDGE_RATIO", 0.0)
-    monkeypatch.setattr(shell, "HEDGES_PER_S", 1e-3)
-    monkeypatch.setattr(shell, "HEDGE_WINDOW_S", 1e3)  # one, and the next in a quarter of an hour
+    def one_a_quarter_of_an_hour() -> RetryBudget:
+        return RetryBudget(ratio=0.0, floor_per_s=1e-3, window_s=1e3)
+
+    monkeypatch.setattr(shell, "hedge_budget", one_a_quarter_of_an_hour)
     async with front(WorkerRole.DECODE, tmp_path) as decode:
         for num_hedges in (1, 0):
             async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as (late, other):

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.version import VERSION
-from router.api.rest import openapi
+from router.api.rest import oip, openapi
 from router.api.rest.http import errors
 from router.api.rest.http.auth import OPEN_PATHS
 from router.api.rest.http.errors import as_baton, error_response
@@ -112,6 +112,8 @@ def make_app(gateway: Gateway, root_path: str = "", live: Live | None = None) ->
     get("/requests", information.requests, "The last requests that ended", openapi.json_answer("Requests"), limit)
     ended = openapi.json_answer("FinishedRequest")
     get("/requests/{request_id:path}", information.request, "One of them", ended, openapi.REQUEST_ID_PARAMETER)
+    for method, path, handler in oip.routes(gateway):  # described by their own protocol
+        app.add_api_route(path, handler, methods=[method], response_model=None, include_in_schema=False)
     if live is not None:
         app.add_api_route("/ui/events", _guarded(live.events), response_model=None, include_in_schema=False)
     describe = app.openapi

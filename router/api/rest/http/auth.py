@@ -9,7 +9,7 @@ from common.errors import UnauthenticatedError
 from router.api.api_keys import ApiKeys, current_client
 from router.api.rest.http.errors import error_response
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"})
 """For probes and Prometheus. Everything else needs a key, unknown paths too."""
 
 

@@ -1,4 +1,4 @@
-"""Reads the body of a REST request: JSON alone, within limits of size and time."""
+"""Reads the body of a REST request, within limits of size and time: JSON, unless a path takes other types, too."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from router.limits.gate import HeldBytes
 JSON_TYPE = "application/json"
 
 
-def check_type(request: Request) -> None:
-    """Raises `BodyTypeError` if the body is said to be something else than JSON, or is compressed.
+def check_type(request: Request, types: tuple[str, ...] = (JSON_TYPE,)) -> None:
+    """Raises `BodyTypeError` if the body is said to be of none of these types, or is compressed.
 
     A page of any other site may have its visitors' browsers send a body of another type, or of none, without asking
     first (a "simple request" of the Fetch standard), and such a body could be JSON all the same. So a page, which shows
@@ -26,8 +26,9 @@ def check_type(request: Request) -> None:
     for name, value in request.scope["headers"]:
         if name == b"content-type" and value:
             has_type = True
-            if value != b"application/json" and not _is_json(value.decode("latin-1")):
-                raise BodyTypeError(f"the body must be {JSON_TYPE}, not {value.decode('latin-1')[:100]!r}")
+            if value != b"application/json" and not _is_one_of(value.decode("latin-1"), types):
+                known = " or ".join(types)
+                raise BodyTypeError(f"the body must be {known}, not {value.decode('latin-1')[:100]!r}")
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise BodyTypeError(
                 f"the body must not be compressed: Content-Encoding is {value.decode('latin-1')[:100]!r}"
@@ -38,19 +39,19 @@ def check_type(request: Request) -> None:
         raise BodyTypeError(f"a page has to say that its body is {JSON_TYPE}: Content-Type is missing")
 
 
-def _is_json(content_type: str) -> bool:
+def _is_one_of(content_type: str, types: tuple[str, ...]) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
     main, _, sub = kind.partition("/")
-    return kind == JSON_TYPE or (main == "application" and sub.endswith("+json") and len(sub) > len("+json"))
+    return kind in types or (main == "application" and sub.endswith("+json") and len(sub) > len("+json"))
 
 
-async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, limit: int, timeout_s: float, types: tuple[str, ...] = (JSON_TYPE,)) -> bytes:
     """Reads at most `limit` bytes, which count as held until the answer has ended.
 
     Raises `BodyTypeError`, `BodyTooLargeError` as soon as it is known, so that a huge body is not read to its end,
     `BodyTooLateError`, and `OverloadedError` if the router holds too much already.
     """
-    check_type(request)
+    check_type(request, types)
     held: HeldBytes = request.state.held_bytes
     take: TakeBody | None = request.scope.get(TAKE_BODY)
     if take is not None and (body := take()) is not None:  # of most requests: a timer would cost more than the rest

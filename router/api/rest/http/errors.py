@@ -26,12 +26,17 @@ def json_response(
 
 
 def error_response(error: BatonError, request_id: str = "") -> Response:
+    headers = error_headers(error)
+    return json_response(error_body(error), status=error.http_status, headers=headers, request_id=request_id)
+
+
+def error_headers(error: BatonError) -> dict[str, str]:
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, UnauthenticatedError):
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_body(error), status=error.http_status, headers=headers, request_id=request_id)
+    return headers
 
 
 def as_baton(error: Exception) -> BatonError:

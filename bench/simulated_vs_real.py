@@ -1,0 +1,322 @@
+"""The same traffic played to a real stack and to a simulated fleet: how far a simulation is from the truth.
+
+    python -m bench.simulated_vs_real                              # 7 minutes on an idle machine; nothing else may run
+    python -m bench.simulated_vs_real --times MODEL.json           # a model of time that is there: 4 minutes
+    python -m bench.simulated_vs_real --device simulated           # real processes, steps that only wait: 4 minutes
+
+`baton profile` first learns how long steps take on as many cores as a worker has. Then, for each fleet, `baton up`
+starts it, requests that come alone tell what the host takes between two steps, and five kinds of traffic are sent, each
+at --load of what the simulated fleet can do. The simulator gets the same requests; a real turn of a conversation
+repeats the answers that the stack gave. Router and client run on the workers' cores, which no simulation knows of. A
+fleet that has more workers than there are cores is left out.
+
+With `--device simulated` a step takes exactly the predicted time. What differs then is not the model's fault: it is
+messages, scheduling, routing and transfers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load.clients import GrpcClient, Request
+from bench.load.loops import open_loop
+from bench.processes import running_stack
+from common.batch_time import StepShape
+from common.batch_time_file import decode
+from common.config import DEFAULT_MODEL, SimulateSettings, default_cache_dir
+from common.cpu import read_cpu
+from common.errors import ConfigError, InternalError
+from common.percentiles import percentile
+from common.traffic.requests import ANSWER, TrafficRequest, prompt_token_ids
+from common.types import WorkerRole
+from engine.loading.embedded_model import ensure_model
+from engine.simulated.data_sheet import SHEETS
+from simulation.fleet import Fleet
+from simulation.scenario import fleet_options, scenarios, traffic
+
+WORKLOADS: Mapping[str, Mapping[str, object]] = {
+    "poisson": {"prompt_tokens": 256, "output_tokens": 48, "length_sigma": 0.5},
+    "bursts": {"arrivals": "bursts", "burst_size": 4, "prompt_tokens": 128, "output_tokens": 32},
+    "conversations": {"arrivals": "conversations", "prompt_tokens": 96, "output_tokens": 32, "think_time": 3.0},
+    "long prompts": {"prompt_tokens": 1024, "output_tokens": 16},
+    "long answers": {"prompt_tokens": 64, "output_tokens": 128},
+}
+NUM_BLOCKS = 2048  # of KV, of each worker
+MAX_MODEL_LEN = 4096
+VOCABULARY = range(1000, 20_000)
+BAR = 0.1  # by which a figure may differ
+SIMULATED_KV_BYTES = 8  # of a token, on a simulated device
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    ttft_s: float  # from the moment at which the request was due
+    e2e_s: float
+    num_tokens: int
+
+    @property
+    def tpot_s(self) -> float | None:
+        return (self.e2e_s - self.ttft_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    name: str
+    real: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Of the simulation, as a share of the truth."""
+        return self.simulated / self.real - 1
+
+
+def figures(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+    """`seconds`: until the last answer's end."""
+    found: dict[str, float] = {}
+    for name, values in (
+        ("TTFT", [one.ttft_s for one in answers]),
+        ("TPOT", [tpot for one in answers if (tpot := one.tpot_s) is not None]),
+    ):
+        for share in (0.5, 0.9):
+            found[f"{name} p{round(100 * share)} ms"] = 1000 * percentile(sorted(values), share)
+    found["requests/s"] = len(answers) / seconds
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the real stack
+
+
+class Prompts:
+    """Tokens of prompts. A turn of a conversation repeats the answers that the stack gave."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._answers: dict[int, list[int]] = {}  # by run id
+
+    def of(self, request: TrafficRequest) -> list[int]:
+        token_ids: list[int] = []
+        for run in request.runs:
+            run_id, num_tokens = run
+            if run_id & ANSWER and len(answer := self._answers.get(run_id, [])) >= num_tokens:
+                token_ids += answer[:num_tokens]
+            else:
+                alone = TrafficRequest(at=0.0, runs=(run,), num_output_tokens=1)
+                token_ids += prompt_token_ids(alone, VOCABULARY, self._seed)
+        return token_ids
+
+    def answered(self, request: TrafficRequest, token_ids: list[int]) -> None:
+        self._answers[request.runs[-1][0] | ANSWER] = token_ids
+
+
+async def send(address: str, requests: Sequence[TrafficRequest], seed: int) -> tuple[list[Answer], float]:
+    """Each request when it is due. Returns what came of them, and the seconds until the last one's end."""
+    client, prompts, clock = GrpcClient(address), Prompts(seed), asyncio.get_running_loop().time
+
+    async def ask(number: int) -> tuple[float, int]:
+        request = requests[number]
+        asked = Request(
+            prompt=prompts.of(request),
+            max_tokens=request.num_output_tokens,
+            options={"temperature": 0.0, "ignore_eos": True},
+        )
+        begin, first, token_ids = clock(), 0.0, list[int]()
+        async for response in client.responses(asked):
+            if response.token_ids and not token_ids:
+                first = clock() - begin
+            token_ids += response.token_ids
+        if len(token_ids) != request.num_output_tokens:
+            raise InternalError(f"{len(token_ids)} tokens instead of {request.num_output_tokens}")
+        prompts.answered(request, token_ids)
+        return first, len(token_ids)
+
+    try:
+        sent = await open_loop([one.at for one in requests], ask)
+    finally:
+        await client.close()
+    answers = [Answer(one.lag_s + one.result[0], one.latency_s, one.result[1]) for one in sent]
+    start = sent[0].due - requests[0].at
+    return answers, max(one.ended for one in sent) - start
+
+
+async def host_s(address: str, settings: SimulateSettings, num_requests: int = 3) -> float:
+    """Seconds that a step takes beyond what the model predicts, of requests that are alone."""
+    time = fleet_options(settings, scenarios(settings)[0]).times[WorkerRole.BOTH].time
+    tpots: list[float] = []
+    for number in range(num_requests):
+        request = TrafficRequest(at=0.0, runs=((number, 64),), num_output_tokens=48)
+        (answer,), _ = await send(address, [request], seed=-1)
+        tpots += [answer.tpot_s] if answer.tpot_s is not None else []
+    step = StepShape(num_decodes=1, decode_context=88, longest_context=88, num_head_rows=1)
+    return max(statistics.median(tpots) - time.seconds(step), 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------- the simulated one
+
+
+def simulate(settings: SimulateSettings, requests: Sequence[TrafficRequest]) -> tuple[list[Answer], float]:
+    (scenario,) = scenarios(settings)
+    outcome = Fleet(fleet_options(settings, scenario)).run(requests)
+    answers = []
+    for one in outcome.requests:
+        if one.failure or one.ttft_s is None:
+            raise InternalError(f"a simulated request failed: {one.failure}")
+        answers.append(Answer(one.ttft_s, one.e2e_s, one.num_output_tokens))
+    return answers, outcome.seconds
+
+
+def planned(settings: SimulateSettings, workload: str, seconds: float, load: float) -> list[TrafficRequest]:
+    """Requests for some `seconds`, at a share of what the fleet can do: what it serves in a second if many come at
+    once."""
+    made = settings.model_copy(update={**WORKLOADS[workload], "seed": 1 + [*WORKLOADS].index(workload)})
+    together = made.model_copy(update={"arrivals": "steady", "rate": 1e5, "requests": 64, "leap": True})
+    rate = load * 64 / simulate(together, traffic(together))[1]
+    return traffic(made.model_copy(update={"rate": rate, "requests": max(round(rate * seconds), 4)}))
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def fleet_of(text: str) -> dict[str, int]:
+    """Flags of `1P1D`, `2B` and the like, which `baton up` and the simulator have in common."""
+    parts = re.findall(r"(\d+)([PDB])", text)
+    if not parts or "".join(map("".join, parts)) != text:
+        raise ConfigError("--fleets", f"{text!r} is not like 1P1D or 2B")
+    names = {"P": "prefill", "D": "decode", "B": "both"}
+    return {"prefill": 0, "decode": 0, "both": 0} | {names[letter]: int(num) for num, letter in parts}
+
+
+def kv_token_bytes(folder: Path, dtype: str) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    num_heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    return int(2 * config["num_hidden_layers"] * num_heads * head_dim * (4 if dtype == "float32" else 2))
+
+
+def profiled(args: argparse.Namespace, num_cores: int, out: Path) -> Path:
+    """A model of time of this machine, on so many cores, also where the stack's workers look for it."""
+    cores = sorted(os.sched_getaffinity(0))[-num_cores:]
+    command = [sys.executable, "-m", "baton", "profile", f"--minutes={args.minutes}", f"--out={out}"]
+    command += [f"--model={args.model}", f"--dtype={args.dtype}", "--device=cpu", f"--cache-dir={args.cache_dir}"]
+    subprocess.run(command, check=True, preexec_fn=lambda: os.sched_setaffinity(0, cores))
+    from engine.learning.key import model_file
+
+    shutil.copyfile(out, model_file(args.cache_dir, decode(out.read_bytes()).key))
+    return out
+
+
+def measure(args: argparse.Namespace, fleet: str, times: str, kv_bytes: int) -> tuple[float, dict[str, list[Row]]]:
+    """The host's seconds between two steps, and the figures of each workload."""
+    numbers = fleet_of(fleet)
+    settings = SimulateSettings.model_validate(
+        {
+            **numbers,
+            "times": times,
+            "policy": args.policy,
+            "num_blocks": NUM_BLOCKS,
+            "kv_token_bytes": kv_bytes,
+            "max_model_len": MAX_MODEL_LEN,
+            "bandwidth": args.bandwidth,
+        }
+    )
+    flags = [f"--{name}={num}" for name, num in numbers.items()]
+    flags += [f"--num-blocks={NUM_BLOCKS}", f"--max-model-len={MAX_MODEL_LEN}", f"--policy={args.policy}"]
+    flags += [f"--model={args.model}", f"--connector={args.connector}", f"--cache-dir={args.cache_dir}"]
+    flags += [f"--device={args.device}"]
+    flags += [f"--simulated-time={times}"] if args.device == "simulated" else [f"--dtype={args.dtype}"]
+    found: dict[str, list[Row]] = {}
+    with running_stack(flags) as address:
+        between_s = asyncio.run(host_s(address, settings))
+        settings = settings.model_copy(update={"host_time": 1000 * between_s})
+        for workload in args.workloads.split(","):
+            requests = planned(settings, workload, args.seconds, args.load)
+            what = f"{fleet}, {workload}: {len(requests)} requests in {requests[-1].at:.0f} s"
+            print(what, file=sys.stderr, flush=True)
+            real = figures(*asyncio.run(send(address, requests, seed=[*WORKLOADS].index(workload))))
+            simulated = figures(*simulate(settings, requests))
+            found[workload] = [Row(name, value, simulated[name]) for name, value in real.items()]
+    return between_s, found
+
+
+def show(title: str, found: Mapping[str, Sequence[Row]], console: Console) -> None:
+    table = Table("workload", "figure", title=title)
+    for column in ("real", "simulated", "error"):
+        table.add_column(column, justify="right")
+    for workload, rows in found.items():
+        for row in rows:
+            style = "" if abs(row.error) <= BAR else "red"
+            table.add_row(
+                workload, row.name, f"{row.real:.2f}", f"{row.simulated:.2f}", f"{row.error:+.1%}", style=style
+            )
+    console.print(table)
+    num_good = sum(all(abs(row.error) <= BAR for row in rows) for rows in found.values())
+    console.print(f"all figures within {BAR:.0%}: {num_good} of {len(found)} workloads")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "simulated"])
+    parser.add_argument("--times", help="a file of baton profile, which is not run then; a data sheet's name, likewise")
+    parser.add_argument("--minutes", type=float, default=1.5, help="that baton profile measures")
+    parser.add_argument("--fleets", default="1P1D,2B,2P2D", help="1P1D: a prefill and a decode worker; 2B: two of both")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of those named in the source")
+    parser.add_argument("--seconds", type=float, default=16.0, help="of each workload")
+    parser.add_argument("--load", type=float, default=0.5, help="share of what the fleet can do")
+    parser.add_argument("--policy", default="prefix_aware")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--connector", default="shared_storage")
+    parser.add_argument("--bandwidth", type=float, default=1.0, help="GB/s at which the connector moves KV")
+    parser.add_argument("--cache-dir", default=default_cache_dir())
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if unknown := {*args.workloads.split(",")} - {*WORKLOADS}:
+        parser.error(f"--workloads: {', '.join(sorted(unknown))}: they are {', '.join(WORKLOADS)}")
+    console, results = Console(width=110), dict[str, object]()
+    cores = sorted(os.sched_getaffinity(0))
+    folder = Path(ensure_model(args.model, args.cache_dir, lambda line: print(line, file=sys.stderr)))
+    kv_bytes = SIMULATED_KV_BYTES if args.device == "simulated" else kv_token_bytes(folder, args.dtype)
+    console.print(f"{read_cpu().name}, {len(cores)} cores; --device {args.device}")
+    profiles: dict[int, str] = {}  # by the cores of a worker
+    with tempfile.TemporaryDirectory() as scratch:
+        for fleet in args.fleets.split(","):
+            num_workers = sum(fleet_of(fleet).values())
+            num_cores = max(len(cores) // num_workers, 1)
+            if args.device == "cpu" and num_workers > len(cores):
+                console.print(f"{fleet}: left out, as {num_workers} workers would share {len(cores)} cores")
+                continue
+            times = args.times or (next(iter(SHEETS)) if args.device == "simulated" else profiles.get(num_cores))
+            if times is None:
+                times = str(profiled(args, num_cores, Path(scratch) / f"times-{num_cores}.json"))
+                profiles[num_cores] = times
+            between_s, found = measure(args, fleet, times, kv_bytes)
+            show(f"{fleet}, {1000 * between_s:.2f} ms of host time between two steps", found, console)
+            results[fleet] = {
+                "host_ms": 1000 * between_s,
+                "workloads": {
+                    workload: {row.name: {"real": row.real, "simulated": row.simulated} for row in rows}
+                    for workload, rows in found.items()
+                },
+            }
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""The Open Inference Protocol over gRPC and REST, as its clients put their tensors on the wire."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from common.version import VERSION
+from protos.inference import open_inference_pb2 as pb
+from protos.inference import open_inference_pb2_grpc as pb_grpc
+from tests.each_case import each_case
+from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.test_grpc import violated_field
+from tests.router.tiny_tokenizer import ids_of
+from tests.support.fake_worker import ANSWER, FakeWorker
+
+MODEL = "tiny"
+LIST_OF = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
+
+
+def asked(text: str = "Hello", **inputs: Any) -> pb.ModelInferRequest:
+    """`inputs`: flags, or texts."""
+    request = pb.ModelInferRequest(model_name=MODEL)
+    for name, value in {"text_input": text, **inputs}.items():
+        datatype = "BOOL" if isinstance(value, bool) else "BYTES"
+        tensor = request.inputs.add(name=name, datatype=datatype, shape=[1])
+        getattr(tensor.contents, LIST_OF[datatype]).append(value if isinstance(value, bool) else value.encode())
+    return request
+
+
+def raw(request: pb.ModelInferRequest) -> pb.ModelInferRequest:
+    """The same with raw contents, as Triton's client sends them."""
+    for tensor in request.inputs:
+        if tensor.datatype == "BOOL":
+            request.raw_input_contents.append(struct.pack("<?", tensor.contents.bool_contents[0]))
+        else:
+            [text] = tensor.contents.bytes_contents
+            request.raw_input_contents.append(struct.pack("<I", len(text)) + text)
+        tensor.ClearField("contents")
+    return request
+
+
+def outputs_of(response: pb.ModelInferResponse) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for index, output in enumerate(response.outputs):
+        if not response.raw_output_contents:
+            [(_, given)] = output.contents.ListFields()
+            values[output.name] = list(given)
+            continue
+        data = response.raw_output_contents[index]
+        if output.datatype == "BYTES":
+            (size,) = struct.unpack_from("<I", data)
+            assert len(data) == 4 + size
+            values[output.name] = [data[4:]]
+        else:
+            values[output.name] = list(struct.unpack("<f" if output.datatype == "FP32" else "<I", data))
+    return values
+
+
+def stub(router: RunningRouter) -> pb_grpc.GRPCInferenceServiceAsyncStub:
+    return pb_grpc.GRPCInferenceServiceStub(router.channel)  # type: ignore[return-value]
+
+
+@pytest.fixture
+async def http(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"{router.url}/v2", verify=False) as client:
+        yield client
+
+
+async def test_what_there_is(router: RunningRouter, http: httpx.AsyncClient) -> None:
+    calls = stub(router)
+    assert (await calls.ServerLive(pb.ServerLiveRequest())).live
+    assert (await calls.ServerReady(pb.ServerReadyRequest())).ready
+    ready = [
+        (await calls.ModelReady(pb.ModelReadyRequest(name=name, version=version))).ready
+        for name, version in ((MODEL, ""), (MODEL, "1"), (MODEL, "2"), ("other", ""))
+    ]
+    assert ready == [True, True, False, False]
+    server = await calls.ServerMetadata(pb.ServerMetadataRequest())
+    assert (server.name, server.version) == ("baton", VERSION)
+    model = await calls.ModelMetadata(pb.ModelMetadataRequest(name=MODEL))
+    assert {one.name: one.datatype for one in model.inputs}["text_input"] == "BYTES"
+    assert next(one.name for one in model.outputs) == "text_output"
+
+    assert (await http.get("/health/live")).json() == {"live": True}
+    assert (await http.get("/health/ready")).json() == {"ready": True}
+    assert (await http.get(str(http.base_url).rstrip("/"))).json()["name"] == "baton"
+    described = (await http.get(f"/models/{MODEL}/versions/1")).json()
+    assert [one["name"] for one in described["inputs"]] == [one.name for one in model.inputs]
+    assert (await http.get(f"/models/{MODEL}/ready")).json() == {"name": MODEL, "ready": True}
+    missing = await http.get("/models/other/ready")
+    assert missing.status_code == 404
+    assert "other" in missing.json()["error"]
+
+
+@pytest.mark.parametrize("form", [lambda request: request, raw], ids=["typed", "raw"])
+async def test_one_response(router: RunningRouter, worker: FakeWorker, form: Any) -> None:
+    flags = dict.fromkeys(("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"), True)
+    sampling = json.dumps({"temperature": "0.5", "max_tokens": 100, "seed": 7})
+    request = form(asked(sampling_parameters=sampling, exclude_input_in_output=True, **flags))
+    request.id = "call 1"
+    response = await stub(router).ModelInfer(request, metadata=(("x-request-id", "mine"),))
+    assert (response.model_name, response.model_version, response.id) == (MODEL, "1", "call 1")
+    assert outputs_of(response) == {
+        "text_output": [ANSWER.encode()],
+        "finish_reason": [b"stop"],
+        "num_input_tokens": [len(ids_of("Hello"))],
+        "num_output_tokens": [len(worker.answer) + 1],
+    }
+    [sent] = worker.requests
+    assert (sent.request_id, sent.sampling_params.temperature, sent.sampling_params.seed) == ("mine", 0.5, 7)
+
+
+async def test_the_input_comes_back_and_chosen_outputs_alone(router: RunningRouter) -> None:
+    assert outputs_of(await stub(router).ModelInfer(asked())) == {"text_output": [f"Hello{ANSWER}".encode()]}
+    request = asked(sampling_parameters='{"logprobs": 1}')
+    for name in ("logprobs", "cumulative_logprob"):
+        request.outputs.add(name=name)
+    outputs = outputs_of(await stub(router).ModelInfer(request))
+    assert set(outputs) == {"logprobs", "cumulative_logprob"}
+    tokens = json.loads(outputs["logprobs"][0])
+    assert all({"logprob", "rank", "decoded_token"} == set(one) for token in tokens for one in token.values())
+    chosen = sum(next(iter(token.values()))["logprob"] for token in tokens)
+    assert outputs["cumulative_logprob"] == [pytest.approx(chosen, rel=1e-5)]
+
+
+async def test_several_answers(router: RunningRouter) -> None:
+    request = asked(exclude_input_in_output=True)
+    request.parameters["n"].int64_param = 3
+    response = await stub(router).ModelInfer(request)
+    assert outputs_of(response) == {"text_output": 3 * [ANSWER.encode()]}
+    assert list(response.outputs[0].shape) == [3]
+
+
+async def test_a_stream_answers_requests_side_by_side_and_goes_on_after_a_failure(router: RunningRouter) -> None:
+    requests = []
+    for name, inputs in (("a", {}), ("wrong", {"sampling_parameters": '{"top_p": 2}'}), ("b", {})):
+        request = asked(stream=True, **inputs)
+        request.id = name
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        requests.append(request)
+    texts: dict[str, str] = {}
+    ended, failed = [], {}
+    async for response in stub(router).ModelStreamInfer(iter(requests)):
+        infer = response.infer_response
+        if response.error_message:
+            failed[infer.id] = response.error_message
+        elif infer.parameters["triton_final_response"].bool_param:
+            ended.append(infer.id)
+        else:
+            texts[infer.id] = texts.get(infer.id, "") + outputs_of(infer)["text_output"][0].decode()
+    assert texts == {"a": ANSWER, "b": ANSWER}
+    assert sorted(ended) == ["a", "b"]
+    assert "sampling_parameters.top_p" in failed["wrong"]
+    assert list(failed) == ["wrong"]
+
+
+async def test_a_stream_that_its_client_leaves_ends_its_requests(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.delay_s = 0.05
+    call = stub(router).ModelStreamInfer()
+    await call.write(asked(stream=True))
+    await call.read()
+    call.cancel()
+    await worker.cancelled.wait()
+
+
+async def test_json_and_binary_tensors_over_rest(http: httpx.AsyncClient) -> None:
+    plain = {
+        "id": "7",
+        "inputs": [
+            {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Hello"]},
+            {"name": "exclude_input_in_output", "shape": [1, 1], "datatype": "BOOL", "data": [[True]]},
+        ],
+    }
+    answer = await http.post(f"/models/{MODEL}/infer", json=plain, headers={"x-request-id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json() == {
+        "id": "7",
+        "model_name": MODEL,
+        "model_version": "1",
+        "outputs": [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [ANSWER]}],
+    }
+    text = struct.pack("<I", 5) + b"Hello"
+    head = json.dumps(
+        {
+            "inputs": [
+                {"name": "text_input", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": len(text)}}
+            ],
+            "parameters": {"binary_data_output": True},
+        }
+    ).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+    answer = await http.post(f"/models/{MODEL}/versions/1/infer", content=head + text, headers=headers)
+    size = int(answer.headers["inference-header-content-length"])
+    [output] = json.loads(answer.content[:size])["outputs"]
+    assert output["parameters"]["binary_data_size"] == len(answer.content) - size
+    assert answer.content[size + 4 :].decode() == f"Hello{ANSWER}"
+
+
+async def test_generate_and_its_stream(http: httpx.AsyncClient) -> None:
+    body = {"text_input": "Hello", "parameters": {"exclude_input_in_output": True, "max_tokens": 100}}
+    answer = await http.post(f"/models/{MODEL}/generate", json={**body, "return_finish_reason": True})
+    expected = {"model_name": MODEL, "model_version": "1", "text_output": ANSWER, "finish_reason": "stop"}
+    assert answer.json() == expected
+    streamed = await http.post(f"/models/{MODEL}/generate_stream", json=body)
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line]
+    assert "".join(event["text_output"] for event in events) == ANSWER
+    assert len(events) > 1
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"sampling_parameters": '{"temperature": -1}'}, "sampling_parameters.temperature"),
+    ({"sampling_parameters": '{"temperature": "hot"}'}, "sampling_parameters.temperature"),
+    ({"sampling_parameters": '{"nothing": 1}'}, "sampling_parameters.nothing"),
+    ({"sampling_parameters": '{"prompt": "x"}'}, "sampling_parameters.prompt"),
+    ({"sampling_parameters": '{"prompt_logprobs": 1}'}, "sampling_parameters.prompt_logprobs"),
+    ({"sampling_parameters": '{"suffix": "x"}'}, "sampling_parameters.suffix"),
+    ({"sampling_parameters": "{"}, "sampling_parameters"),
+    ({"sampling_parameters": "[]"}, "sampling_parameters"),
+    ({"image": "x"}, "image"),
+    ({"stream": True}, "stream"),
+    ({"stream": "yes"}, "stream"),
+    ({"text": 300 * "a"}, "text_input"),
+]
+
+
+@each_case(("inputs", "field"), REFUSED)
+async def test_refusals_name_the_field(
+    router: RunningRouter, http: httpx.AsyncClient, inputs: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub(router).ModelInfer(asked(**inputs))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_field(error.value) == field
+    body = {
+        "inputs": [
+            {
+                "name": "text_input" if name == "text" else name,
+                "shape": [1],
+                "datatype": "BOOL" if isinstance(value, bool) else "BYTES",
+                "data": [value],
+            }
+            for name, value in {"text": "Hello", **inputs}.items()
+        ]
+    }
+    answer = await http.post(f"/models/{MODEL}/infer", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith(field)
+
+
+def broken(**changes: Any) -> pb.ModelInferRequest:
+    request = asked()
+    for name, value in changes.items():
+        if name == "raw":
+            request.inputs[0].ClearField("contents")
+            request.raw_input_contents.extend(value)
+        elif name == "shape":
+            request.inputs[0].ClearField("shape")
+            request.inputs[0].shape.extend(value)
+        elif name == "twice":
+            request.inputs.append(request.inputs[0])
+        elif name == "output":
+            request.outputs.add(name=value)
+        elif name == "parameter":
+            request.inputs[0].parameters[value].int64_param = 1
+        elif name == "datatype":
+            request.inputs[0].datatype = value
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.ModelInferRequest(model_name=MODEL), "text_input"),
+        (broken(raw=[b"\x05\0\0\0Hell"]), "text_input"),
+        (broken(raw=[b"\x05\0"]), "text_input"),
+        (broken(raw=[b"\x01\0\0\0\xff"]), "text_input"),
+        (broken(raw=[b"", b""]), "raw_input_contents"),
+        (broken(shape=[2]), "text_input"),
+        (broken(twice=True), "text_input"),
+        (broken(output="other"), "outputs"),
+        (broken(parameter="shared_memory_region"), "text_input"),
+        (broken(datatype="FP16"), "text_input"),
+        (broken(datatype="BOOL"), "text_input.contents.bytes_contents"),
+    ],
+)
+async def test_broken_tensors_are_refused(router: RunningRouter, request_: pb.ModelInferRequest, field: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub(router).ModelInfer(request_)
+    assert (error.value.code(), violated_field(error.value)) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_a_version_or_model_that_is_not_served(router: RunningRouter, http: httpx.AsyncClient) -> None:
+    for changes in ({"model_version": "2"}, {"model_name": "other"}):
+        request = asked()
+        for name, value in changes.items():
+            setattr(request, name, value)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub(router).ModelInfer(request)
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+    for path in (f"{MODEL}/versions/2", "other"):
+        answer = await http.post(f"/models/{path}/generate", json={"text_input": "Hello"})
+        assert answer.status_code == 404
+        assert isinstance(answer.json()["error"], str)
+
+
+async def test_probes_need_no_key(start_router: StartRouter, worker: FakeWorker, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-of-the-team-0123456789 name=team\n")
+    router = await start_router(worker, api_keys_file=str(keys))
+    async with httpx.AsyncClient(base_url=f"{router.url}/v2", verify=False) as http:
+        assert (await http.get("/health/ready")).status_code == 200
+        assert (await http.get(f"/models/{MODEL}")).status_code == 401
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub(router).ModelInfer(asked())
+    assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
