@@ -13,26 +13,31 @@ _SHARES = Axis(title="good answers", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.7
 
 
 def headline(tuned: Tuned) -> str:
-    """What was found, in two sentences."""
+    """What was found, in a few sentences."""
     targets = ", ".join(f"{name.upper()} up to {ms:g} ms" for name, ms in tuned.trials.goodput.items())
     chosen, default = tuned.chosen.check, tuned.default.check
     rate = tuned.trials.rate(is_check=True, load=tuned.load)
-    held = "".join(
-        f"{ENOUGH:.0%} of the answers are good ({targets}) up to {ours:.3g} requests/s, with the defaults up to "
-        f"{theirs:.3g}. "
-        for ours, theirs in [held_rates(tuned)]
-        if ours is not None and theirs is not None
-    )
+    ours, theirs = held_rates(tuned)
+    held = ""
+    if ours is not None and theirs is not None:
+        held = (
+            f"{ENOUGH:.0%} are up to {_rate(tuned, ours)} requests/s, with the defaults up to {_rate(tuned, theirs)}."
+        )
     return (
-        f"{held}At {rate:.3g} requests/s, {tuned.load:.3g} times the traffic's rate, {chosen.score.good_share:.1%} are "
-        f"good, {tuned.goodput(chosen):.3g} a second; with the defaults {default.score.good_share:.1%}, "
-        f"{tuned.goodput(default):.3g} a second."
-    )
+        f"Good answers have {targets}. At {rate:.3g} requests/s, {tuned.load:.3g} times the traffic's rate, "
+        f"{chosen.score.good_share:.1%} are good, {tuned.goodput(chosen):.3g} a second; with the defaults "
+        f"{default.score.good_share:.1%}, {tuned.goodput(default):.3g} a second. {held}"
+    ).strip()
+
+
+def _rate(tuned: Tuned, held: float) -> str:
+    most = tuned.trials.rate(is_check=True, load=tuned.trials.max_load)
+    return f"at least {held:.3g}" if held == most else f"{held:.3g}"
 
 
 def held_rates(tuned: Tuned) -> tuple[float | None, float | None]:
     """Requests a second at which `ENOUGH` answers are good, with the chosen settings and with the defaults. None:
-    there was no time to find it."""
+    it is not known."""
     ours, theirs = (
         None if load is None else tuned.trials.rate(is_check=True, load=load)
         for load in (tuned.held_load, tuned.held_by_default)

@@ -67,7 +67,7 @@ class Tuned:
     finalists: tuple[Finalist, ...]  # the best first, by simulation
     chosen: Finalist
     knobs: tuple[KnobFound, ...]
-    held_load: float | None  # the highest at which `ENOUGH` answers are good with the chosen settings; None: no time
+    held_load: float | None  # the highest at which `ENOUGH` answers are good with the chosen settings; None: not known
     held_by_default: float | None
     is_complete: bool  # there was time for all
 
@@ -141,7 +141,7 @@ class _Tuning:
             self._start += self._clock() - begin  # they have no part in the minutes
         chosen = choose(finalists, default)
         knobs = tuple(self._explained(chosen, load))
-        held, held_by_default = self._held(chosen.config), self._held(space.default)
+        held, held_by_default = self._held(chosen.config, load), self._held(space.default, load)
         self._progress("done", 1.0)
         return Tuned(trials, load, default, tuple(finalists), chosen, knobs, held, held_by_default, self._is_complete)
 
@@ -242,9 +242,12 @@ class _Tuning:
             found.append(KnobFound(knob.name, value, knob.default, len(knob.values) > 1, trial))
         return found
 
-    def _held(self, config: Config) -> float | None:
-        """The highest load that is held, as exactly as `TOLERANCE` says: at most `Trials.max_load`; 0 if none is."""
+    def _held(self, config: Config, at: float) -> float | None:
+        """The highest load that is held, as exactly as `TOLERANCE` says: at most `Trials.max_load`; 0 if none is. None
+        if the requests are too few, or the time was."""
         low, high = 0.0, self._trials.max_load  # that is held, and that is not
+        if high < at:
+            return None
         load = high
         try:
             for _ in range(MAX_HALVINGS):

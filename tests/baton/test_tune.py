@@ -18,7 +18,7 @@ from baton.settings import UP_SETTINGS, WORKER_SETTINGS, RouterCommandSettings, 
 from baton.tune.confirm import load_command, reason_to_simulate, served, stack_flags
 from baton.tune.files import settings_files
 from baton.tune.knobs import ROLES, Config, Roles, Space, fleets, make_space
-from baton.tune.report import held_rates, hints
+from baton.tune.report import headline, held_rates, hints
 from baton.tune.search import KEPT, POOL, OutOfTimeError, Score, pool, search
 from baton.tune.trials import Trial, Trials
 from baton.tune.tuning import Confirmed, Finalist, Tuned, choose, tune
@@ -366,6 +366,8 @@ def test_a_traffic_too_short_for_queues_to_grow_is_told() -> None:
     assert found.load == found.held_load == pytest.approx(2.0, rel=0.02)
     (few,) = hints(found)
     assert few.startswith("100 requests are too few to tell what happens at more than 1.98 times the rate")
+    assert "up to at least 3.96 requests/s, with the defaults up to at least 3.96." in headline(found)
+    assert analytic(goodput="ttft:5000", load=3.0).held_load is None
 
 
 def test_time_that_is_over_ends_the_search_and_is_told() -> None:
