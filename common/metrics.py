@@ -82,6 +82,12 @@ router_answers = _counter(
     "reason",
     ("stop", "length", "tool_calls"),
 )
+router_batch_requests = _counter(
+    "baton_router_batch_requests",
+    "Requests of batches (/v1/batches) that have their answer.",
+    "outcome",
+    ("ok", "failed"),
+)
 router_requests_running = _gauge("baton_router_requests_running", "Requests that a client is waiting for.")
 router_requests_queued = _gauge("baton_router_requests_queued", "Requests that wait in the router for their turn.")
 router_prompt_tokens = Histogram("baton_router_prompt_tokens", "Prompt tokens of a request.", buckets=TOKEN_BUCKETS)

@@ -42,6 +42,7 @@ from router.fleet.patience import PATIENCE, Patience
 from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
 from router.limits.targets import GivenTargets
+from router.make_batches import make_batches
 from router.make_gateway import make_gateway
 from router.processes.router_process import RouterProcess
 from router.reload import Reload, SettingsFile
@@ -135,7 +136,10 @@ async def serve(
             registry.start()
 
         live = Live(gateway, registry, views, settings.processes) if settings.ui else None
-        app = _around(LimitMiddleware(make_app(gateway, settings.root_path, live), gate), settings, keys, access_log)
+        batches = await make_batches(settings, gateway, stack)
+        handlers = None if batches is None else batches.handlers
+        limited = LimitMiddleware(make_app(gateway, settings.root_path, live, handlers), gate)
+        app = _around(limited, settings, keys, access_log)
         connections = Connections(process.max_connections, settings.receive_timeout)
         web = WebServer(http_socket, app, connections, None if tls is None else tls.server_context())
         look = functools.partial(_look_at_files, reload, quotas, keys)
@@ -163,6 +167,9 @@ async def serve(
             vital.start(count_tasks(), name="count of tasks")
             if live is not None:
                 vital.start(live.run(), name="live page")
+            if batches is not None:
+                batches.answers.app = limited
+                vital.start(batches.runner.run(), name="batches")
             if reload is not None:
                 vital.start(_watch_settings(reload), name="settings")
             if not process.is_replacement:

@@ -68,7 +68,14 @@ def newest(metric: str, by: str = "") -> str:
 
 ROWS: dict[str, list[Panel]] = {
     "Router": [
-        Panel("Requests", "reqps", ((rate("baton_router_requests_total", ROUTER, "outcome"), "{{outcome}}"),)),
+        Panel(
+            "Requests",
+            "reqps",
+            (
+                (rate("baton_router_requests_total", ROUTER, "outcome"), "{{outcome}}"),
+                (rate("baton_router_batch_requests_total", ROUTER, "outcome"), "of batches: {{outcome}}"),
+            ),
+        ),
         Panel("Answers", "ops", ((rate("baton_router_answers_total", ROUTER, "reason"), "{{reason}}"),)),
         Panel(
             "Running, and queued in the router",

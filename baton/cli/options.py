@@ -15,6 +15,7 @@ from baton.sampling_settings import SAMPLING_SETTINGS, Metavar
 from baton.settings import CONFIG_VARIABLE, config_path, env_name, flag_name, load
 from common.config import (
     AutoscalerSettings,
+    BatchSettings,
     ChatSettings,
     ChoiceSettings,
     ClientSettings,
@@ -64,6 +65,7 @@ GROUPS: dict[type[Settings], str] = {
     PolicySettings: "Routing",
     LimitSettings: "Limits",
     WebSettings: "Web pages and proxies",
+    BatchSettings: "Batches",
     TlsSettings: "TLS",
     HealthSettings: "Probes",
     TraceSettings: "Traces and logging",

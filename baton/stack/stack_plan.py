@@ -28,6 +28,7 @@ from baton.settings import (
 from baton.stack import fork_server, lmcache_server
 from baton.stack.local_stack import BATON, LMCACHE, Addresses, Forks, Stack
 from common.config import (
+    BatchSettings,
     LimitSettings,
     ObserveSettings,
     PolicySettings,
@@ -52,7 +53,7 @@ _FLEET_TIMEOUT_S = 10.0
 _MANY_WORKERS = 11  # simulated ones, from which on each tells only warnings unless --log-level is given
 _OF_ROUTER = [
     field
-    for settings in (PolicySettings, LimitSettings, WebSettings, ObserveSettings)
+    for settings in (PolicySettings, LimitSettings, WebSettings, BatchSettings, ObserveSettings)
     for field in settings.model_fields
 ]
 _SECURED = {env_name(field) for field in ("api_keys_file", *TlsSettings.model_fields)}

@@ -22,6 +22,7 @@ from common.config.base import (
 from common.config.client import ChatSettings, ChoiceSettings, ClientSettings, GenerateSettings
 from common.config.router import (
     MAX_PROCESSES,
+    BatchSettings,
     LimitSettings,
     ObserveSettings,
     PolicySettings,
@@ -45,6 +46,7 @@ __all__ = [
     "MAX_PROCESSES",
     "Addresses",
     "AutoscalerSettings",
+    "BatchSettings",
     "ChatSettings",
     "ChoiceSettings",
     "ClientSettings",

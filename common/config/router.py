@@ -19,6 +19,7 @@ from common.config.base import (
     comma_separated,
 )
 from common.targets import MAX_TARGET_MS
+from common.validation import MAX_PRIORITY
 
 MAX_PROCESSES = 64  # of one router
 
@@ -128,8 +129,26 @@ class ObserveSettings(TraceSettings, MetricsSettings):
     )
 
 
+class BatchSettings(Settings):
+    """Batches of requests in files (docs/batches.md)."""
+
+    batch_file: str | None = Field(
+        None,
+        description="SQLite file of uploaded files and batches, made if it is not there; unset: /v1/files and "
+        "/v1/batches are not there",
+    )
+    batch_requests: int = Field(4, ge=1, le=4096, description="requests of batches at a time, in each router process")
+    batch_priority: int = Field(
+        -MAX_PRIORITY, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="priority of requests of batches"
+    )
+    batch_max_file_mb: float = Field(100.0, gt=0, description="MiB of one uploaded file")
+    batch_keep_days: float = Field(
+        30.0, gt=0, description="days after which files, and batches that have ended, are deleted"
+    )
+
+
 class RouterSettings(
-    PolicySettings, LimitSettings, WebSettings, ObserveSettings, TlsSettings, HealthSettings, LogSettings
+    PolicySettings, LimitSettings, WebSettings, BatchSettings, ObserveSettings, TlsSettings, HealthSettings, LogSettings
 ):
     """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
 

@@ -7,12 +7,26 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from common.config.base import LogSettings, Port, Positive
-from common.config.router import MAX_PROCESSES, LimitSettings, ObserveSettings, PolicySettings, WebSettings
+from common.config.router import (
+    MAX_PROCESSES,
+    BatchSettings,
+    LimitSettings,
+    ObserveSettings,
+    PolicySettings,
+    WebSettings,
+)
 from common.config.worker import ConnectorSettings, EngineSettings
 
 
 class UpSettings(
-    EngineSettings, ConnectorSettings, PolicySettings, LimitSettings, WebSettings, ObserveSettings, LogSettings
+    EngineSettings,
+    ConnectorSettings,
+    PolicySettings,
+    LimitSettings,
+    WebSettings,
+    BatchSettings,
+    ObserveSettings,
+    LogSettings,
 ):
     """`baton up`: a whole stack on this machine."""
 

@@ -15,9 +15,11 @@ from router.api.rest.http import errors
 from router.api.rest.http.auth import OPEN_PATHS
 from router.api.rest.http.errors import as_baton, error_response
 from router.api.rest.information import DEFAULT_LATEST, InformationHandlers
+from router.api.rest.openai.batches import BatchHandlers
 from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.disconnect import ClientGoneError
 from router.api.rest.openai.embeddings import EmbeddingHandlers, EmbeddingsBody
+from router.api.rest.openai.files import FileHandlers
 from router.api.rest.openai.generate import GenerationHandlers
 from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
 from router.api.rest.openai.prefix import PrefixBody, PrefixHandlers, RetainPrefixBody
@@ -45,8 +47,13 @@ BODIES: tuple[type[Body], ...] = (
 )
 
 
-def make_app(gateway: Gateway, root_path: str = "", live: Live | None = None) -> ASGIApp:
-    """`live`: what the live page shows; None if there is no page."""
+def make_app(
+    gateway: Gateway,
+    root_path: str = "",
+    live: Live | None = None,
+    batches: tuple[FileHandlers, BatchHandlers] | None = None,
+) -> ASGIApp:
+    """`live`: what the live page shows; None if there is no page. `batches`: None if there are none."""
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, servers=servers)
     errors.install(app)
@@ -114,6 +121,9 @@ def make_app(gateway: Gateway, root_path: str = "", live: Live | None = None) ->
     get("/requests/{request_id:path}", information.request, "One of them", ended, openapi.REQUEST_ID_PARAMETER)
     for method, path, handler in oip.routes(gateway):  # described by their own protocol
         app.add_api_route(path, handler, methods=[method], response_model=None, include_in_schema=False)
+    if batches is not None:
+        for method, path, handler in _batch_routes(*batches):
+            app.add_api_route(path, _guarded(handler), methods=[method], response_model=None, include_in_schema=False)
     if live is not None:
         app.add_api_route("/ui/events", _guarded(live.events), response_model=None, include_in_schema=False)
     describe = app.openapi
@@ -128,6 +138,21 @@ def make_app(gateway: Gateway, root_path: str = "", live: Live | None = None) ->
 
     app.openapi = page  # type: ignore[method-assign]
     return DirectApp(app, direct, root_path)
+
+
+def _batch_routes(files: FileHandlers, batches: BatchHandlers) -> list[tuple[str, str, Endpoint]]:
+    """(method, path, handler)"""
+    return [
+        ("POST", "/v1/files", files.upload),
+        ("GET", "/v1/files", files.listed),
+        ("GET", "/v1/files/{file_id}", files.told),
+        ("GET", "/v1/files/{file_id}/content", files.content),
+        ("DELETE", "/v1/files/{file_id}", files.delete),
+        ("POST", "/v1/batches", batches.create),
+        ("GET", "/v1/batches", batches.listed),
+        ("GET", "/v1/batches/{batch_id}", batches.told),
+        ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+    ]
 
 
 def _guarded(handler: Endpoint) -> Endpoint:

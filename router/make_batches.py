@@ -1,0 +1,47 @@
+"""What a router needs for batches of requests, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import RouterSettings
+from common.errors import StartupError
+from router.api.rest.openai.batches import BatchHandlers, LineAnswers
+from router.api.rest.openai.files import FileHandlers
+from router.batches.lines import MAX_LINE_HEAD_BYTES
+from router.batches.runner import BatchRunner
+from router.batches.store import BatchStore
+from router.serving.gateway import Gateway
+
+
+@dataclass(slots=True, frozen=True)
+class Batches:
+    runner: BatchRunner
+    answers: LineAnswers
+    handlers: tuple[FileHandlers, BatchHandlers]
+
+
+async def make_batches(settings: RouterSettings, gateway: Gateway, stack: contextlib.AsyncExitStack) -> Batches | None:
+    """None if the settings ask for none. `stack` closes their file. Raises `StartupError`."""
+    if settings.batch_file is None:
+        return None
+    try:
+        store = await asyncio.to_thread(BatchStore, Path(settings.batch_file))
+    except (OSError, sqlite3.Error) as error:
+        raise StartupError(f"batch_file: cannot use {settings.batch_file}: {error}") from error
+    stack.push_async_callback(asyncio.to_thread, store.close)
+    answers, admission = LineAnswers(), gateway.admission
+    runner = BatchRunner(
+        store,
+        answers,
+        at_a_time=settings.batch_requests,
+        max_line_bytes=lambda: admission.max_request_bytes() + MAX_LINE_HEAD_BYTES,
+        priority=settings.batch_priority,
+        keep_s=86_400 * settings.batch_keep_days,
+    )
+    files = FileHandlers(store, int(settings.batch_max_file_mb * 2**20), settings.receive_timeout)
+    return Batches(runner, answers, (files, BatchHandlers(store, runner, admission)))
