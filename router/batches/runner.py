@@ -201,8 +201,8 @@ class BatchRunner:
         else:
             became = BatchStatus.EXPIRED if num_missing else BatchStatus.COMPLETED
         if batch.status == BatchStatus.IN_PROGRESS:
-            of = (BatchStatus.IN_PROGRESS,)
-            if not await asyncio.to_thread(self._store.become, batch_id, BatchStatus.FINALIZING, of=of):
+            become, was = self._store.become, (BatchStatus.IN_PROGRESS,)
+            if not await asyncio.to_thread(become, batch_id, BatchStatus.FINALIZING, of=was):
                 return await self._finish(batch_id)  # it was cancelled at this moment
         files = await asyncio.to_thread(self._write_files, batch, became)
         of = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)

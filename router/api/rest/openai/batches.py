@@ -7,11 +7,12 @@ import time
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.types import ASGIApp
 
 from common.errors import InvalidArgumentError
 from router.api.api_keys import current_client
 from router.api.rest.http.errors import json_response
-from router.api.rest.in_process import ASGIApp, post
+from router.api.rest.in_process import post
 from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.files import client, owner, page
 from router.api.rest.openai.parsing import read
