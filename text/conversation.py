@@ -65,10 +65,15 @@ class Tools:
     allowed: frozenset[str] | None = None  # names of those that it may call, if these are not all that it is told of
     parallel: bool = True  # whether one answer may hold several calls
     inner: str = ""  # what the client's entries have around a tool: ".function", or nothing
+    schema_name: str = "parameters"  # the client's name for the schema of a tool
 
     def place(self, index: int) -> str:
         """The client's name for a tool."""
         return f"tools[{index}]{self.inner}"
+
+    def schema_place(self, index: int) -> str:
+        """The client's name for a tool's schema."""
+        return f"{self.place(index)}.{self.schema_name}"
 
     def may_call(self, name: str) -> bool:
         return self.allowed is None or name in self.allowed
@@ -99,6 +104,7 @@ class Conversation:
     has_generic_tools: bool = False  # tools, calls and results are written as `generic_tools` does
     asks_answer: bool = True  # whether the template writes the beginning of an answer behind the messages
     continues_last: bool = False  # whether the answer continues the last message; see `check_continued`
+    continued_field: str = "continue_final_message"  # what of the request asks for that
 
     @property
     def has_calls(self) -> bool:
@@ -118,7 +124,7 @@ class Call:
     call_id: str
     name: str
     arguments: str  # JSON text of an object
-    item: str = ""  # the client's name of what holds these three alone, as in /v1/responses
+    places: tuple[str, str, str] | None = None  # the client's names for these three, if they are not those of chat
 
 
 def make_message(
@@ -128,11 +134,13 @@ def make_message(
     content: str | None,
     name: str | None = None,
     calls: Sequence[Call] = (),
+    calls_field: str = "",
     tool_call_id: str | None = None,
     reasoning: str | None = None,
     values: ValueCount | None = None,
 ) -> Json:
-    """`where` is the message's place in the request: `messages[3]`. `values`: of the messages before it."""
+    """`where` is the message's place in the request: `messages[3]`. `calls_field`: what holds all of its calls, if that
+    is not chat's `tool_calls`. `values`: of the messages before it."""
     role = chat_role(role, f"{where}.role")
     if calls and role != "assistant":
         raise InvalidArgumentError(f"{where}.tool_calls", "only an assistant's message can have them")
@@ -144,9 +152,9 @@ def make_message(
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = _calls(calls, f"{where}.tool_calls", values or ValueCount())
+        message["tool_calls"] = _calls(calls, calls_field or f"{where}.tool_calls", values or ValueCount())
     if role == "tool":
-        message["tool_call_id"] = _call_id(tool_call_id or "", f"{where}.tool_call_id")
+        message["tool_call_id"] = check_call_id(tool_call_id or "", f"{where}.tool_call_id")
     elif tool_call_id:
         raise InvalidArgumentError(f"{where}.tool_call_id", "only a tool's message can have it")
     if name:
@@ -195,12 +203,13 @@ def _calls(calls: Sequence[Call], where: str, values: ValueCount) -> list[Json]:
     values.add(len(calls), where)
     made = []
     for index, call in enumerate(calls):
-        function, call_id = call.item or f"{where}[{index}].function", f"{where}[{index}].id"
-        check_name(call.name, f"{function}.name")
-        arguments = _arguments(call.arguments, f"{function}.arguments", values)
+        one = f"{where}[{index}]"
+        id_place, name_place, place = call.places or (f"{one}.id", f"{one}.function.name", f"{one}.function.arguments")
+        check_name(call.name, name_place)
+        arguments = _arguments(call.arguments, place, values)
         made.append(
             {
-                "id": _call_id(call.call_id, f"{call.item}.call_id" if call.item else call_id),
+                "id": check_call_id(call.call_id, id_place),
                 "type": "function",
                 "function": {"name": call.name, "arguments": arguments},
             }
@@ -238,7 +247,7 @@ def with_objects(messages: Sequence[Message]) -> list[Json] | None:
     return made if is_changed else None
 
 
-def _call_id(call_id: str, where: str) -> str:
+def check_call_id(call_id: str, where: str) -> str:
     if not call_id:
         raise InvalidArgumentError(where, "must not be empty")
     if len(call_id) > MAX_ID_CHARS:
@@ -268,24 +277,25 @@ def make_tools(
     allowed_field: str = "tool_choice",
     parallel: bool = True,
     inner: str = "",
+    schema_name: str = "parameters",
 ) -> Tools:
-    """Checks the tools and whether what is asked of them can be: `where` is their place in the request, `inner` what
-    holds them there. `allowed`: see `Tools`; `allowed_field`: the client's name for it."""
+    """Checks the tools and whether what is asked of them can be: `where` is their place in the request. `allowed`,
+    `inner`, `schema_name`: see `Tools`; `allowed_field`: the client's name for `allowed`."""
     check_num_tools(len(tools), where)
-    made = Tools(tools=tuple(tools), parallel=parallel, inner=inner)
+    made = Tools(tools=tuple(tools), parallel=parallel, inner=inner, schema_name=schema_name)
     names: set[str] = set()
     values = ValueCount()
     for index, tool in enumerate(tools):
-        place = made.place(index)
+        place, schema = made.place(index), made.schema_place(index)
         check_name(tool.name, f"{place}.name")
         if tool.name in names:
             raise InvalidArgumentError(f"{place}.name", f"{tool.name!r} is there twice")
         names.add(tool.name)
         if tool.parameters.get("type", "object") != "object":
-            raise InvalidArgumentError(f"{place}.parameters", 'must be a JSON Schema of type "object"')
-        values.check(tool.parameters, f"{place}.parameters")
+            raise InvalidArgumentError(schema, 'must be a JSON Schema of type "object"')
+        values.check(tool.parameters, schema)
         if not is_unicode(tool.parameters):
-            raise InvalidArgumentError(f"{place}.parameters", "is not valid Unicode: half of a character is alone")
+            raise InvalidArgumentError(schema, "is not valid Unicode: half of a character is alone")
     if choice not in CHOICES:
         raise InvalidArgumentError("tool_choice", f"must be one of {', '.join(CHOICES)} or name a function")
     if named and named not in names:

@@ -142,8 +142,8 @@ class Tokenizer:
 
         If `control_tokens`, the text of a control token in a message becomes that token, as in transformers; else it
         stays text.
-        `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`, and for
-        `continue_final_message` if the template does not write the last message's text.
+        `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`, and for the
+        conversation's `continued_field` if the template does not write the last message's text.
         """
         form = form or self.chat_form(conversation.tools)
         hidden = Hidden(_texts(conversation))
@@ -282,7 +282,7 @@ def _render_continued(form: ChatForm, conversation: Conversation) -> str:
     before, found, after = text.rpartition(mark)
     if not found or mark in before:
         reason = "the chat template does not write the last message as it is"
-        raise InvalidArgumentError("continue_final_message", reason)
+        raise InvalidArgumentError(conversation.continued_field, reason)
     if not after.startswith(" ") and (trimmed := content.rstrip()):  # the template trims texts
         before = before[: len(before) - (len(content) - len(trimmed))]
     return before

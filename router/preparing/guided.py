@@ -73,4 +73,4 @@ class Grammars:
                 try:
                     self._process.check(Guided(json_schema=json_text(closed_schema(tool))))
                 except ValueError as error:
-                    raise InvalidArgumentError(f"{tools.place(index)}.parameters", str(error)) from error
+                    raise InvalidArgumentError(tools.schema_place(index), str(error)) from error

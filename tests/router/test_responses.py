@@ -13,6 +13,7 @@ import pytest
 from common.types import FinishReason
 from router.api.rest.openai.responses import ResponseAnswer
 from router.api.rest.openai.responses_body import ResponsesBody
+from router.api.rest.openai.responses_input import InputItem, turns_of
 from router.running.request import OBJECT_BYTES, Output
 from tests.each_case import each_case
 from tests.router import chat_templates
@@ -23,6 +24,7 @@ from tests.router.tiny_tokenizer import byte_ids, ids_of
 from tests.router.tool_calls import TWO_CALLS
 from tests.support.fake_worker import ANSWER, FakeWorker
 from text.answer_parts import TextPart, ToolCallDelta
+from text.conversation import ValueCount
 
 TOOL: Any = {
     "type": "function",
@@ -85,6 +87,14 @@ async def test_calls_and_reasoning(router: RunningRouter, worker: FakeWorker) ->
     call = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
     assert f"<|im_start|>assistant\n<think>hm</think>Yes.{call % 1}{call % 2}<|im_end|>" in prompt
     assert prompt.count("<|im_start|>tool\ndone<|im_end|>") == 2
+
+
+def test_texts_of_a_turn_are_joined_once() -> None:
+    """Joined one by one, thousands of items would take seconds."""
+    items = [InputItem(type="reasoning", content="a"), InputItem(type="reasoning", content="")] * 9
+    (turn,) = turns_of(items)
+    assert turn.thoughts == ["a"] * 9
+    assert turn.message(ValueCount())["reasoning_content"] == "\n".join("a" * 9)
 
 
 def test_lists_that_change_nothing_are_not_decoded() -> None:

@@ -64,13 +64,14 @@ class InputItem(Body, kw_only=True):
 
 
 class Turn:
-    """Items that make one message: an assistant's reasoning, words and calls are items of their own."""
+    """Items that make one message: an assistant's reasoning, words and calls are items of their own. Texts are joined
+    when all of them are there: there may be thousands."""
 
     def __init__(self, where: str, role: str) -> None:
         self.where = where
         self.role = role
-        self.content: str | None = None
-        self.reasoning: str | None = None
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []  # of its reasoning
         self.calls: list[Call] = []
         self.call_id: str | None = None
         self.name: str | None = None
@@ -79,11 +80,12 @@ class Turn:
         return make_message(
             self.where,
             role=self.role,
-            content=self.content if self.content is not None or self.calls else "",
+            content=joined_parts(self.texts) if self.texts or not self.calls else None,
             name=self.name,
             calls=self.calls,
+            calls_field=self.where,
             tool_call_id=self.call_id,
-            reasoning=self.reasoning,
+            reasoning=joined_parts(self.thoughts),
             values=values,
         )
 
@@ -106,11 +108,13 @@ def turns_of(items: list[InputItem]) -> list[Turn]:
             if not item.call_id:
                 raise InvalidArgumentError(f"{where}.call_id", "must not be empty")
             turn = Turn(where, "tool")
-            turn.call_id, turn.content, turn.name = item.call_id, _text(item.output, f"{where}.output"), item.name
+            turn.call_id, turn.name = item.call_id, item.name
+            turn.texts.append(_text(item.output, f"{where}.output"))
             turns.append(turn)
         elif item.type == "message" and item.role != "assistant":
             turn = Turn(where, item.role or "")
-            turn.content, turn.name = _text(item.content, f"{where}.content"), item.name
+            turn.texts.append(_text(item.content, f"{where}.content"))
+            turn.name = item.name
             turns.append(turn)
         else:
             last = turns[-1] if turns and turns[-1].role == "assistant" else None
@@ -120,20 +124,19 @@ def turns_of(items: list[InputItem]) -> list[Turn]:
 
 def _add(item: InputItem, where: str, last: Turn | None, turns: list[Turn]) -> None:
     """An assistant's item joins its turn, or begins one."""
-    begins = last is None or (item.type == "reasoning" and (last.content is not None or bool(last.calls)))
-    begins = begins or (item.type == "message" and last is not None and (last.content is not None or bool(last.calls)))
-    if last is None or begins:
+    if last is None or (item.type in ("reasoning", "message") and (last.texts or last.calls)):
         last = Turn(where, "assistant")
         turns.append(last)
     if item.type == "message":
-        last.content, last.name = _text(item.content, f"{where}.content"), item.name
+        last.texts.append(_text(item.content, f"{where}.content"))
+        last.name = item.name
     elif item.type == "function_call":
         given = {"call_id": item.call_id or "", "name": item.name or "", "arguments": item.arguments or ""}
-        last.calls.append(Call(**given, item=where))
+        last.calls.append(Call(**given, places=(f"{where}.call_id", f"{where}.name", f"{where}.arguments")))
     elif item.type == "reasoning":
         kept = given_back(item.encrypted_content, f"{where}.encrypted_content") if item.encrypted_content else ""
-        text = _text(item.content or kept or item.summary or "", f"{where}.content")
-        last.reasoning = f"{last.reasoning}\n{text}" if last.reasoning and text else text or last.reasoning
+        if text := _text(item.content or kept or item.summary or "", f"{where}.content"):
+            last.thoughts.append(text)
     else:
         raise InvalidArgumentError(f"{where}.type", f"{item.type!r} is not supported")
 
