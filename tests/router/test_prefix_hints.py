@@ -87,8 +87,11 @@ async def test_a_prefetch_goes_where_the_prompt_would_go(start_worker: StartWork
     router = await start_router(*workers, prefill=(prefill,), policy="session")
     headers = {"x-session-id": "mine"}
     async with httpx.AsyncClient() as client:
-        body = {"prompt": TOKENS}
-        answers = [(await client.post(f"{router.url}/v1/cache/prefetch", json=body, headers=headers)).json()]
+        url, body = f"{router.url}/v1/cache/prefetch", {"prompt": TOKENS}
+        answers = [(await client.post(url, json=body, headers=headers)).json()]
+        answers += [
+            (await client.post(url, json={**body, name: "mine"})).json() for name in ("prompt_cache_key", "user")
+        ]
     prefix = inference_pb2.Prefix(prompt_token_ids=TOKENS)
     told = await router.inference.PrefetchPrefix(
         inference_pb2.PrefetchPrefixRequest(prefix=prefix), metadata=tuple(headers.items())
@@ -97,11 +100,12 @@ async def test_a_prefetch_goes_where_the_prompt_would_go(start_worker: StartWork
     async for _ in router.inference.Generate(generate, metadata=tuple(headers.items())):
         pass
     (chosen,) = [worker for worker in workers if worker.requests]
-    assert [one.action for one in chosen.hints] == [worker_pb2.CACHE_ACTION_PREFETCH] * 2
+    assert [one.action for one in chosen.hints] == [worker_pb2.CACHE_ACTION_PREFETCH] * 4
     assert [one.address for one in told.workers] == [chosen.address]
-    assert [one["address"] for one in answers[0]["workers"]] == [chosen.address]
+    for answer in answers:
+        assert [one["address"] for one in answer["workers"]] == [chosen.address]
     assert not prefill.hints
-    assert sum(len(worker.hints) for worker in workers) == 2
+    assert sum(len(worker.hints) for worker in workers) == 4
 
 
 async def test_a_tenant_reaches_its_own_blocks_only(

@@ -67,28 +67,43 @@ class AnswerBody(Body, kw_only=True):
 
     def targets(self) -> GivenTargets:
         """Raises `InvalidArgumentError`."""
-        if self.slo is None and not self.slo_class:
-            return NOTHING_GIVEN
-        given = None if self.slo is None else LatencyTargets(self.slo.ttft_ms, self.slo.tpot_ms)
-        if given is not None:
-            check_targets(given)
-        return given_in_body(given, self.slo_class or "")
+        return targets_of(self.slo, self.slo_class)
+
+    def retained(self, _most_s: float) -> Retain | None:
+        """How long the client wants the prompt's KV kept. `most_s`: the longest that this router keeps any."""
+        return None if self.retain is None else self.retain.value()
 
     def session(self) -> str:
-        """The session that the body names; empty if it names none."""
-        for name in ("prompt_cache_key", "user"):
-            given = getattr(self, name)
-            if asks(given):
-                try:
-                    return msgspec.json.decode(given, type=str)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise InvalidArgumentError(name, "must be a string") from error
-        return ""
+        """The session that the body names; empty if it names none. Raises `InvalidArgumentError`."""
+        return session_of(self)
 
     def check_service_tier(self) -> None:
         given = self.service_tier
         if given not in (None, "auto", "default"):
             raise InvalidArgumentError("service_tier", f'must be "auto" or "default", not {given!r}: there is one tier')
+
+
+def session_of(body: Body) -> str:
+    """The session that `prompt_cache_key` or `user` of a body names; empty if neither does. Raises
+    `InvalidArgumentError`."""
+    for name in ("prompt_cache_key", "user"):
+        given = getattr(body, name)
+        if asks(given):
+            try:
+                return msgspec.json.decode(given, type=str)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise InvalidArgumentError(name, "must be a string") from error
+    return ""
+
+
+def targets_of(slo: SloBody | None, slo_class: str | None) -> GivenTargets:
+    """The latency targets that a body names. Raises `InvalidArgumentError`."""
+    if slo is None and not slo_class:
+        return NOTHING_GIVEN
+    given = None if slo is None else LatencyTargets(slo.ttft_ms, slo.tpot_ms)
+    if given is not None:
+        check_targets(given)
+    return given_in_body(given, slo_class or "")
 
 
 def asks(value: object) -> bool:

@@ -7,13 +7,14 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2
 from router.api.api_keys import current_client
 from router.api.rest.http.errors import json_response
-from router.api.rest.openai.body_types import Body
+from router.api.rest.openai.body_types import Body, GivenRaw, session_of
 from router.api.rest.openai.chat_messages import ChatMessage, conversation_of
 from router.api.rest.openai.disconnect import unless_gone
 from router.api.rest.openai.parsing import read
@@ -36,6 +37,8 @@ class PrefixBody(Body, kw_only=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     num_tokens: int | None = None  # of so many of its first tokens
+    prompt_cache_key: GivenRaw = UNSET  # this and `user` name the session whose worker is meant
+    user: GivenRaw = UNSET
 
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
@@ -109,6 +112,6 @@ class PrefixHandlers:
                 cache_salt=body.cache_salt or "",
                 seconds=seconds,
                 client=client,
-                hints=call_hints(request.headers),
+                hints=call_hints(request.headers, session_of(body)),
             )
             return json_response(prefix_json(await unless_gone(request, gateway.prefix_hints.give(hint, action))))
