@@ -108,7 +108,7 @@ test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and f
 test-abuse: $(STAMP) kernels ## Be rude to a real stack: each of four fuzzers for ABUSE_SECONDS (600), ABUSE_CANCELS (10000) requests cancelled
 	@$(BIN)/python -m pytest tests/abuse
 
-test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: openai, LangChain, LlamaIndex, instructor, lm-eval; and the live page in Chromium
+test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: openai, anthropic, LangChain, LlamaIndex, instructor, lm-eval; and the live page in Chromium
 	@$(BIN)/python -m pytest $(SAMPLE) tests/clients
 
 test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv

@@ -72,7 +72,8 @@ class Rude:
 
     def send_large_bodies(self) -> None:
         """Long lists of what is wrong."""
-        self._post(b'{"messages": [' + b"1," * NUM_LARGE + b"1]}")
+        path = random.choice(("/v1/chat/completions", "/v1/messages"))
+        self._post(path, b'{"messages": [' + b"1," * NUM_LARGE + b"1]}")
 
     def ask_without_key(self) -> None:
         next(iter(self._stub.Generate(inference_pb2.GenerateRequest(prompt="x"), timeout=60)))
@@ -89,8 +90,8 @@ class Rude:
         connection.sendall(b" ")
         self._slow.append(connection)
 
-    def _post(self, body: bytes) -> None:
-        asyncio.run(self._answered(request("POST", "/v1/chat/completions", body, api_key=self._api_key)))
+    def _post(self, path: str, body: bytes) -> None:
+        asyncio.run(self._answered(request("POST", path, body, api_key=self._api_key)))
 
     async def _answered(self, asked: bytes) -> None:
         connections = HttpConnections(self._url)

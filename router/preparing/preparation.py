@@ -94,7 +94,7 @@ class Preparation:
         self._begin_trace = begin_trace or never_traced
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
-        self._max_retain_s = max_retain_s
+        self.max_retain_s = max_retain_s
         self._control_tokens = control_tokens
         self._generic_tools = generic_tools
         self._threads = threads
@@ -280,7 +280,7 @@ class Preparation:
         check_cache_salt(cache_salt)
         check_priority(priority)
         if retain is not None:
-            check_retain(retain, self._max_retain_s)
+            check_retain(retain, self.max_retain_s)
         form, reading, tools = None, None, None
         if (answer := prompts[0].answer) is not None:  # of a chat, which has one prompt
             form = None if sampling.get("guided") is None else _checked(model, sampling, name).guided
@@ -391,7 +391,7 @@ class Preparation:
         check_cache_salt(cache_salt)
         check_num_tokens(num_tokens, "num_tokens")
         if seconds:
-            check_retain_s(seconds, self._max_retain_s, "seconds")
+            check_retain_s(seconds, self.max_retain_s, "seconds")
         return PrefixHint(
             model=model,
             token_ids=prompt.token_ids[: num_tokens or len(prompt.token_ids)],

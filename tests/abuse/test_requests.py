@@ -39,6 +39,7 @@ def calling(arguments: str) -> dict[str, object]:
     return {"role": "assistant", "tool_calls": [call]}
 
 
+TOOL_USE = {"type": "tool_use", "id": "c", "name": "f"}
 NUMBERS = 90_000  # 270 KB, which a body of this model may have
 BANNED = [{"token_ids": [5 + n // 64, 5 + n % 64, *[6] * 62]} for n in range(256)]
 
@@ -69,6 +70,32 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
         {400},
     ),
     "many items": ("responses", lambda: body(input=[{"role": "user", "content": ""}] * 7_000), {400}),
+    "many blocks": (
+        "messages",
+        lambda: body(max_tokens=1, messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 9_000}]),
+        {400},
+    ),
+    "numbers in a tool_use": (
+        "messages",
+        lambda: body(
+            max_tokens=1,
+            messages=[{"role": "assistant", "content": [{**TOOL_USE, "input": numbers(NUMBERS)}]}],
+        ),
+        {400},
+    ),
+    "a large image": (
+        "messages",
+        lambda: body(
+            max_tokens=1, messages=[{"role": "user", "content": [{"type": "image", "source": "A" * 250_000}]}]
+        ),
+        {400},
+    ),
+    "deep blocks": ("messages", lambda: b'{"max_tokens":1,"messages":' + b'[{"content":' * 20_000, {400}),
+    "many messages to count": (
+        "messages/count_tokens",
+        lambda: body(messages=[{"role": "user", "content": ""}] * 6_000),
+        {400},
+    ),
     "a long schema": ("chat/completions", lambda: chat(guided_json={"enum": [1] * NUMBERS}), {400}),
     "many banned sequences": (
         "completions",

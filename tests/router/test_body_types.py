@@ -12,6 +12,8 @@ BODIES: dict[str, str] = {
     "/v1/chat/completions": '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}',
     "/v1/completions": '{"prompt": "x", "max_tokens": 1}',
     "/v1/responses": '{"input": "x"}',
+    "/v1/messages": '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}',
+    "/v1/messages/count_tokens": '{"messages": [{"role": "user", "content": "x"}]}',
     "/v1/embeddings": '{"input": "x"}',
     "/v1/cache/retain": '{"prompt": "x", "seconds": 1}',
     "/v1/cache/evict": '{"prompt": "x"}',

@@ -171,6 +171,31 @@ async def test_responses(router: RunningRouter, worker: FakeWorker, name: str) -
         assert getattr(in_the_engine(worker.requests[-1]), name) == example(name)[0]
 
 
+FORM = {"format": {"type": "json_schema", "schema": SCHEMA}}
+OF_MESSAGES: dict[str, dict[str, Any] | None] = {
+    "stop": {"stop_sequences": ["zz"]},
+    "guided": {"output_config": FORM},
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
+"""What /v1/messages calls other names; None: what it refuses."""
+
+
+@pytest.mark.slow
+@every_parameter
+async def test_messages(router: RunningRouter, worker: FakeWorker, name: str) -> None:
+    given = OF_MESSAGES.get(name, {name: sent(name)})
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        if name in OF_MESSAGES:
+            refused = await client.post("/v1/messages", json={**asked, name: sent(name)})
+            assert refused.json()["error"]["message"].startswith(f"{name}: is not a field of messages")
+        if given is not None:
+            assert (await client.post("/v1/messages", json={**asked, **given})).status_code == 200
+            value = Guided(json_schema=json.dumps(SCHEMA)) if name == "guided" else example(name)[0]
+            assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value]
+
+
 @every_parameter
 async def test_command(
     router: RunningRouter,
@@ -202,13 +227,13 @@ async def test_the_page_has_the_help_of_each(router: RunningRouter) -> None:
 @pytest.mark.slow
 def test_nested_values() -> None:
     """The tests above with parameters that are, or hold, dataclasses: they are declared in a process of their own."""
-    selected = "same_fields or help_of_each or test_rest or test_responses or test_grpc or test_client"
+    selected = "same_fields or help_of_each or test_rest or test_responses or test_messages or test_grpc or test_client"
     selected += " or test_async_client or test_llm or test_command"
     command = [sys.executable, "-m", "pytest", "-v", "-n0", "-p", "tests.router.nested_parameters", __file__]
     result = subprocess.run([*command, "-k", selected], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
-    assert " 9 passed, " in result.stdout
-    assert f" {len(nested_parameters.VALUES) * 7} subtests passed " in result.stdout
+    assert " 10 passed, " in result.stdout
+    assert f" {len(nested_parameters.VALUES) * 8} subtests passed " in result.stdout
 
 
 async def test_the_bad_words_of_a_body_are_read_once(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> None:

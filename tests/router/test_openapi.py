@@ -23,6 +23,7 @@ __all__ = ["worker"]
 
 PROMPT = {"prompt": "Hi", "max_tokens": 3}
 CHAT = {"messages": ASK, "tools": [TOOL], "max_tokens": 200}
+MESSAGES = {"messages": ASK, "tools": [{"name": "f", "input_schema": {"type": "object"}}], "max_tokens": 200}
 
 
 async def page_of(router: RunningRouter) -> dict[str, Any]:
@@ -43,8 +44,9 @@ async def test_the_page_is_valid(router: RunningRouter) -> None:
             declared = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"]
             assert declared == re.findall(r"\{(\w+)\}", path)
             assert set(operation["responses"]) >= {"200", "default"}
+            error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
             assert operation["responses"]["default"]["content"]["application/json"]["schema"] == {
-                "$ref": "#/components/schemas/Error"
+                "$ref": f"#/components/schemas/{error}"
             }
     for component in page["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(component)
@@ -108,12 +110,15 @@ async def test_which_operations_need_a_key(worker: FakeWorker, start_router: Sta
     headers = {"Authorization": "Bearer " + "k" * 32}
     async with httpx.AsyncClient(base_url=router.url) as client:
         page = (await client.get("/openapi.json", headers=headers)).json()
-        (name,) = page["components"]["securitySchemes"]
+        name, other = page["components"]["securitySchemes"]
         assert {"type": "http", "scheme": "bearer"}.items() <= page["components"]["securitySchemes"][name].items()
+        in_header = {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
+        assert in_header.items() <= page["components"]["securitySchemes"][other].items()
         for path, item in page["paths"].items():
             for method, operation in item.items():
                 needs_key = (await client.request(method, path)).status_code == 401
-                assert ({name: []} in operation.get("security", page["security"])) is needs_key, path
+                for one in (name, other):
+                    assert ({one: []} in operation.get("security", page["security"])) is needs_key, path
 
 
 CASES: list[tuple[str, str, dict[str, object] | None, int]] = [
@@ -125,6 +130,11 @@ CASES: list[tuple[str, str, dict[str, object] | None, int]] = [
     ("POST", "/v1/completions", {**PROMPT, "prompt_logprobs": 1, "n": 2}, 200),
     ("POST", "/v1/completions", {**PROMPT, "model": "other"}, 404),
     ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 3}, 200),
+    ("POST", "/v1/messages", MESSAGES, 200),
+    ("POST", "/v1/messages", {**MESSAGES, "include_metrics": True, "stop_sequences": ["Y"]}, 200),
+    ("POST", "/v1/messages", {"messages": []}, 400),
+    ("POST", "/v1/messages/count_tokens", {"messages": ASK}, 200),
+    ("POST", "/v1/messages/count_tokens", {"messages": []}, 400),
     ("POST", "/v1/embeddings", {"input": ["Hi", "Ho"]}, 200),
     ("POST", "/v1/embeddings", {"input": "Hi", "encoding_format": "base64"}, 200),
     ("POST", "/v1/cache/retain", {"prompt": "Hi", "seconds": 1}, 200),
@@ -171,6 +181,7 @@ async def test_each_operation_is_asked(router: RunningRouter) -> None:
         ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, "ChatCompletionChunk"),
         ("/v1/completions", PROMPT, "Completion"),
         ("/v1/responses", {"input": "Hi"}, "ResponseEvent"),
+        ("/v1/messages", MESSAGES, "MessageEvent"),
     ],
 )
 async def test_events_are_as_the_page_says(
@@ -179,7 +190,7 @@ async def test_events_are_as_the_page_says(
     page = await page_of(router)
     answer = await checked(router, "POST", path, json={**body, "stream": True})
     said = page["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]["description"]
-    assert f"a {event}, or an Error" in said
+    assert f"a {event}, or an {'AnthropicError' if event == 'MessageEvent' else 'Error'}" in said
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     assert (lines[-1] == "[DONE]") is ("[DONE]" in said)

@@ -56,6 +56,8 @@ async def test_every_interface_takes_it(trusting: RunningRouter, worker: FakeWor
     assert prompt_of(worker) == "<|im_start|>USER: Where?\nbrief>"
     await whole(trusting, "responses", input="Where?", chat_template=OWN)
     assert prompt_of(worker) == WRITTEN
+    await whole(trusting, "messages", messages=[USER], max_tokens=9, chat_template=OWN)
+    assert prompt_of(worker) == WRITTEN
     assert (await post(trusting, "/tokenize", asked)).json()["tokens"] == ids_of(WRITTEN)
     await whole(trusting, "embeddings", **asked)
     assert list(worker.embedded[-1].prompt_token_ids) == ids_of(WRITTEN)

@@ -80,7 +80,7 @@ async def test_each_answer_says_who_may_see_it(worker: FakeWorker, start_router:
             await client.get("/health"),
         ]
         assert [answer.status_code for answer in answers] == [200, 200, 400, 401, 415, 413, 404, 405, 200]
-        said = {"allow-origin": SITE, "expose-headers": "X-Request-Id, Retry-After"}
+        said = {"allow-origin": SITE, "expose-headers": "X-Request-Id, Request-Id, Retry-After"}
         assert [cors_of(answer) for answer in answers] == [said] * len(answers)
         for origin in (OTHER, f"{SITE}.evil.com", "null", SITE.replace("https", "http")):
             answer = await client.get("/health", headers={"Origin": origin})
@@ -94,7 +94,7 @@ async def test_all_sites_and_never_with_credentials(worker: FakeWorker, start_ro
     router = await start_router(worker, cors_origins=("*",))
     async with httpx.AsyncClient(base_url=router.url) as client:
         answer = await client.post("/v1/completions", json=BODY, headers={"Origin": OTHER})
-        assert cors_of(answer) == {"allow-origin": "*", "expose-headers": "X-Request-Id, Retry-After"}
+        assert cors_of(answer) == {"allow-origin": "*", "expose-headers": "X-Request-Id, Request-Id, Retry-After"}
     with pytest.raises(ConfigError, match="cors_credentials"):
         await start_router(worker, cors_origins=(SITE, "*"), cors_credentials=True)
     with pytest.raises(ConfigError, match="cors_credentials"):

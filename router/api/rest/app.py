@@ -1,4 +1,4 @@
-"""The REST gateway: OpenAI's paths, Baton's own few, and who answers each."""
+"""The REST gateway: OpenAI's paths, Anthropic's, Baton's own few, and who answers each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.version import VERSION
 from router.api.rest import oip, openapi
+from router.api.rest.anthropic.count_tokens import CountTokensHandler
+from router.api.rest.anthropic.messages_body import CountTokensBody, MessagesBody
+from router.api.rest.generate import GenerationHandlers
 from router.api.rest.http import errors
 from router.api.rest.http.auth import OPEN_PATHS
+from router.api.rest.http.error_body import has_anthropic_errors
 from router.api.rest.http.errors import as_baton, error_response
 from router.api.rest.information import DEFAULT_LATEST, InformationHandlers
 from router.api.rest.openai.batches import BatchHandlers
@@ -20,7 +24,6 @@ from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.disconnect import ClientGoneError
 from router.api.rest.openai.embeddings import EmbeddingHandlers, EmbeddingsBody
 from router.api.rest.openai.files import FileHandlers
-from router.api.rest.openai.generate import GenerationHandlers
 from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
 from router.api.rest.openai.prefix import PrefixBody, PrefixHandlers, RetainPrefixBody
 from router.api.rest.openai.responses_body import ResponsesBody
@@ -39,6 +42,8 @@ BODIES: tuple[type[Body], ...] = (
     ChatBody,
     CompletionBody,
     ResponsesBody,
+    MessagesBody,
+    CountTokensBody,
     EmbeddingsBody,
     RetainPrefixBody,
     PrefixBody,
@@ -59,6 +64,7 @@ def make_app(
     errors.install(app)
     generation, embedding, prefixes = GenerationHandlers(gateway), EmbeddingHandlers(gateway), PrefixHandlers(gateway)
     tokenizer, information = TokenizerHandlers(gateway), InformationHandlers(gateway)
+    count_tokens = CountTokensHandler(gateway).count_tokens
 
     references, components = schemas(BODIES)
     direct: dict[str, Endpoint] = {}
@@ -76,7 +82,8 @@ def make_app(
 
     def post(path: str, handler: Endpoint, summary: str, body: type[Body], answer: openapi.Json) -> None:
         direct[path] = handler = _guarded(handler)
-        add("POST", path, handler, summary, openapi.operation(answer, body=references[BODIES.index(body)]))
+        error = openapi.ANTHROPIC_ERROR if has_anthropic_errors(path) else openapi.ERROR
+        add("POST", path, handler, summary, openapi.operation(answer, body=references[BODIES.index(body)], error=error))
 
     def get(
         path: str,
@@ -94,6 +101,15 @@ def make_app(
     post("/v1/completions", generation.completions, "Continue prompts", CompletionBody, openapi.COMPLETION_ANSWER)
     items = "Answer a conversation, item by item"
     post("/v1/responses", generation.responses, items, ResponsesBody, openapi.RESPONSE_ANSWER)
+    post(
+        "/v1/messages",
+        generation.messages,
+        "Answer a conversation, block by block",
+        MessagesBody,
+        openapi.MESSAGE_ANSWER,
+    )
+    counted = openapi.json_answer("MessageTokens")
+    post("/v1/messages/count_tokens", count_tokens, "How long a prompt is", CountTokensBody, counted)
     post("/v1/embeddings", embedding.embeddings, "Vectors of texts or of a chat", EmbeddingsBody, embeddings)
     post("/v1/cache/retain", prefixes.retain, "Keep a prompt's KV for a while", RetainPrefixBody, hinted)
     post("/v1/cache/evict", prefixes.evict, "Forget a prompt's KV", PrefixBody, hinted)
@@ -156,7 +172,7 @@ def _batch_routes(files: FileHandlers, batches: BatchHandlers) -> list[tuple[str
 
 
 def _guarded(handler: Endpoint) -> Endpoint:
-    """Every failure of `handler` becomes an answer in OpenAI's shape."""
+    """Every failure of `handler` becomes an answer in the path's shape."""
 
     async def guarded(request: Request) -> Response:
         try:
@@ -164,7 +180,8 @@ def _guarded(handler: Endpoint) -> Endpoint:
         except (ClientGoneError, ClientDisconnect):  # while its answer was made, or in the middle of its body
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:
-            return error_response(as_baton(error), getattr(request.state, "request_id", ""))
+            request_id = getattr(request.state, "request_id", "")
+            return error_response(as_baton(error), request_id, request.scope["path"])
 
     return guarded
 

@@ -32,7 +32,7 @@ def docs_page(page: Mapping[str, Any]) -> str:
         f"<title>{html.escape(page['info']['title'])}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(page['info']['title'])}</h1>",
         "<p>For programs, this page is at <a href='openapi.json'>openapi.json</a>. "
-        "Errors are <code>{&quot;error&quot;: {message, type, param, code}}</code>. "
+        "Errors are <code>{&quot;error&quot;: {message, type, param, code}}</code>, and Anthropic's at its own paths. "
         "A router that has API keys asks for <code>Authorization: Bearer KEY</code>.</p>",
         *operations,
         "<h2>Bodies and answers</h2>",

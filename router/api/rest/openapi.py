@@ -82,7 +82,18 @@ _PROMPT_LOGPROBS: Json = {
 _MODEL_LIST = _object(object={"const": "list"}, data=_list(ref("Model")))
 _EMBEDDING = _object(object={"const": "embedding"}, index=INTEGER, embedding={"anyOf": [_list(NUMBER), STRING]})
 
+_MESSAGE_USAGE = _with_optional(
+    _object(
+        input_tokens=INTEGER,
+        cache_creation_input_tokens=INTEGER,
+        cache_read_input_tokens=INTEGER,
+        output_tokens=INTEGER,
+    ),
+    output_tokens_details=_object(thinking_tokens=INTEGER),
+)
+
 COMPONENTS: dict[str, Json] = {
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=STRING, message=STRING), request_id=STRING),
     "Error": _object(error=_object(message=STRING, type=STRING, param=OPTIONAL_TEXT, code=OPTIONAL_TEXT)),
     "Usage": _with_optional(
         _object(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER),
@@ -133,6 +144,26 @@ COMPONENTS: dict[str, Json] = {
         "description": "Further fields depend on the type, as OpenAI has them.",
         "additionalProperties": True,
     },
+    "Message": _with_optional(
+        _object(
+            id=STRING,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            model=STRING,
+            content=_list(OBJECT),
+            stop_reason=STRING,
+            stop_sequence=OPTIONAL_TEXT,
+            usage=_MESSAGE_USAGE,
+        ),
+        metrics=METRICS,
+        baton=ref("BatonReport"),
+    ),
+    "MessageEvent": {
+        **_object(type=STRING),
+        "description": "Further fields depend on the type, as Anthropic has them.",
+        "additionalProperties": True,
+    },
+    "MessageTokens": _object(input_tokens=INTEGER),
     "Embeddings": _object(object={"const": "list"}, data=_list(_EMBEDDING), model=STRING, usage=ref("EmbeddingsUsage")),
     "Model": _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=INTEGER),
     "ModelList": _MODEL_LIST,
@@ -156,15 +187,21 @@ COMPONENTS: dict[str, Json] = {
 }
 
 
-KEY = "ApiKey"
+KEY, KEY_HEADER = "ApiKey", "ApiKeyHeader"
 SECURITY_SCHEMES: dict[str, Json] = {
     KEY: {
         "type": "http",
         "scheme": "bearer",
         "description": "Authorization: Bearer KEY. Only a router with --api-keys-file asks for one.",
-    }
+    },
+    KEY_HEADER: {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Api-Key",
+        "description": "The same, as Anthropic has it.",
+    },
 }
-SECURITY: list[Json] = [{}, {KEY: []}]
+SECURITY: list[Json] = [{}, {KEY: []}, {KEY_HEADER: []}]
 """Of all operations but those that never ask for a key. Which routers do is no matter of the API."""
 
 
@@ -172,7 +209,11 @@ def _answer(description: str, content: dict[str, Json]) -> Json:
     return {"description": description, "content": {kind: {"schema": schema} for kind, schema in content.items()}}
 
 
-ERROR = _answer("What went wrong. 429 and 503 come with Retry-After.", {"application/json": ref("Error")})
+def _error(name: str) -> Json:
+    return _answer("What went wrong. 429 and 503 come with Retry-After.", {"application/json": ref(name)})
+
+
+ERROR, ANTHROPIC_ERROR = _error("Error"), _error("AnthropicError")
 
 
 def json_answer(name: str, description: str = "Done") -> Json:
@@ -180,9 +221,9 @@ def json_answer(name: str, description: str = "Done") -> Json:
     return _answer(description, {"application/json": ref(name)})
 
 
-def streamed_answer(name: str, event: str, end: str) -> Json:
+def streamed_answer(name: str, event: str, end: str, error: str = "an Error") -> Json:
     """Whole, or with `stream` as server-sent events, whose data are JSON of `event`."""
-    said = f"Server-sent events. The data of each is JSON: a {event}, or an Error if the answer fails midway. {end}"
+    said = f"Server-sent events. The data of each is JSON: a {event}, or {error} if the answer fails midway. {end}"
     events = {**STRING, "description": said, "contentMediaType": "text/event-stream"}
     return _answer(
         "The whole answer, or its events if `stream` is true",
@@ -193,6 +234,7 @@ def streamed_answer(name: str, event: str, end: str) -> Json:
 CHAT_ANSWER = streamed_answer("ChatCompletion", "ChatCompletionChunk", "At the end comes `data: [DONE]`.")
 COMPLETION_ANSWER = streamed_answer("Completion", "Completion", "At the end comes `data: [DONE]`.")
 RESPONSE_ANSWER = streamed_answer("Response", "ResponseEvent", "Each is named by its type.")
+MESSAGE_ANSWER = streamed_answer("Message", "MessageEvent", "Each is named by its type.", "an AnthropicError")
 METRICS_ANSWER = _answer(
     "Prometheus' text format, or OpenMetrics for those who accept it", {"text/plain": STRING, OPENMETRICS: STRING}
 )
@@ -221,10 +263,15 @@ def query_number(name: str, default: int, most: int, description: str) -> Json:
 
 
 def operation(
-    answer: Json, *, body: Json | None = None, parameters: Sequence[Json] = (), unavailable: Json | None = None
+    answer: Json,
+    *,
+    body: Json | None = None,
+    parameters: Sequence[Json] = (),
+    unavailable: Json | None = None,
+    error: Json = ERROR,
 ) -> Json:
     """`body`: a reference to its schema. `unavailable`: the answer of status 503, if that is not an error's."""
-    responses = {"200": answer, **({} if unavailable is None else {"503": unavailable}), "default": ERROR}
+    responses = {"200": answer, **({} if unavailable is None else {"503": unavailable}), "default": error}
     made: Json = {"responses": responses}
     if body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}

@@ -23,8 +23,16 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                current_client.set(self._keys.client(Headers(scope=scope).get("authorization"), "rest"))
+                current_client.set(self._keys.client(_authorization(Headers(scope=scope)), "rest"))
             except UnauthenticatedError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, path=scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _authorization(headers: Headers) -> str | None:
+    """`Authorization`, or what Anthropic's clients say in its place: `X-Api-Key: KEY`."""
+    given = headers.get("authorization")
+    if given is None and (key := headers.get("x-api-key")):
+        return f"Bearer {key}"
+    return given

@@ -18,7 +18,9 @@ from router.api.rest.http.error_body import status_body
 from router.api.rest.http.errors import json_response
 
 METHODS = "GET, HEAD, POST"
-EXPOSED = "X-Request-Id, Retry-After"  # headers of answers that a page may read, beside those that it always may
+EXPOSED = (
+    "X-Request-Id, Request-Id, Retry-After"  # headers of answers that a page may read, beside those that it always may
+)
 MAX_AGE_S = 600  # for which a browser may remember a preflight's answer
 MAX_ASKED_BYTES = 4096  # of headers' names in a preflight
 

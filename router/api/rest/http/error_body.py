@@ -1,5 +1,6 @@
-"""What the body of an error says: OpenAI's `{"error": {"message", "type", "param", "code"}}`. No web framework is
-needed for it, so that connections without a request get it, too."""
+"""What the body of an error says: OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
+`{"type": "error", "error": {"type", "message"}, "request_id"}` at its own paths. No web framework is needed for it, so
+that connections without a request get it, too."""
 
 from __future__ import annotations
 
@@ -27,6 +28,17 @@ _CODES: dict[type[BatonError], str] = {
     InvalidArgumentError: "invalid_value",
     UnauthenticatedError: "invalid_api_key",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH = "/v1/messages"
 
 
 class NotHttpError(BatonError):
@@ -65,3 +77,15 @@ def error_code(error: BatonError) -> str | None:
 def status_body(message: str, status: int, param: str | None, code: str | None) -> dict[str, object]:
     fallback = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": _TYPES.get(status, fallback), "param": param, "code": code}}
+
+
+def has_anthropic_errors(path: str) -> bool:
+    """Whether errors at `path` have Anthropic's shape."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def anthropic_body(message: str, status: int, request_id: str) -> dict[str, object]:
+    """The shape has no place for the field that is to blame: `message` begins with its name."""
+    fallback = "api_error" if status >= 500 else "invalid_request_error"
+    error = {"type": _ANTHROPIC_TYPES.get(status, fallback), "message": message}
+    return {"type": "error", "error": error, "request_id": request_id}

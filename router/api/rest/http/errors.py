@@ -1,4 +1,4 @@
-"""Answers that say what went wrong, in OpenAI's shape."""
+"""Answers that say what went wrong, in the shape of the interface that was asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from common.errors import BatonError, InternalError, UnauthenticatedError
-from router.api.rest.http.error_body import error_body, status_body
+from router.api.rest.http.error_body import anthropic_body, error_body, has_anthropic_errors, status_body
+from router.running.request import new_request_id
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,17 @@ def json_response(
     return Response(msgspec.json.encode(content), status, all_headers, "application/json")
 
 
-def error_response(error: BatonError, request_id: str = "") -> Response:
+def request_id_headers(request_id: str, path: str) -> dict[str, str]:
+    """The headers of an answer that name its request; Anthropic's clients look for one of their own."""
+    own = {"Request-Id": request_id} if has_anthropic_errors(path) else {}
+    return {"X-Request-Id": request_id, **own}
+
+
+def error_response(error: BatonError, request_id: str = "", path: str = "") -> Response:
+    """`path`: of the request; it decides the shape."""
     headers = error_headers(error)
+    if has_anthropic_errors(path):
+        return _anthropic_response(error.message, error.http_status, headers, request_id, path)
     return json_response(error_body(error), status=error.http_status, headers=headers, request_id=request_id)
 
 
@@ -39,6 +49,13 @@ def error_headers(error: BatonError) -> dict[str, str]:
     return headers
 
 
+def _anthropic_response(message: str, status: int, headers: dict[str, str], request_id: str, path: str) -> Response:
+    """Each of Anthropic's errors has a request's id, also if the request was refused before it had one."""
+    request_id = request_id or new_request_id()
+    body = anthropic_body(message, status, request_id)
+    return json_response(body, status=status, headers={**headers, **request_id_headers(request_id, path)})
+
+
 def as_baton(error: Exception) -> BatonError:
     if isinstance(error, BatonError):
         return error
@@ -47,7 +64,7 @@ def as_baton(error: Exception) -> BatonError:
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error answer of `app` one of OpenAI's shape, unknown paths and methods included."""
+    """Makes every error answer of `app` one of the right shape, unknown paths and methods included."""
 
     async def on_http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -56,10 +73,18 @@ def install(app: FastAPI) -> None:
         headers = dict(getattr(error, "headers", None) or {})
         if headers.get("Allow") == "GET":
             headers["Allow"] = "GET, HEAD"  # `DirectApp` answers it
+        if has_anthropic_errors(path := _path(request)):
+            return _anthropic_response(message, status, headers, "", path)
         return json_response(status_body(message, status, None, None), status=status, headers=headers)
 
-    async def on_baton(_request: Request, error: Exception) -> Response:
-        return error_response(as_baton(error))
+    async def on_baton(request: Request, error: Exception) -> Response:
+        return error_response(as_baton(error), path=_path(request))
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(BatonError, on_baton)
+
+
+def _path(request: Request) -> str:
+    """Without what a proxy shows before it."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))

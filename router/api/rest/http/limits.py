@@ -27,7 +27,7 @@ class LimitMiddleware:
         if scope["type"] == "http" and _head_bytes(scope) > MAX_HEAD_BYTES:  # one that came at once, h11 lets it pass
             metrics.router_refused.labels("head size").inc()
             error = HeadTooLargeError(f"the request's head has more than {MAX_HEAD_BYTES} bytes")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, path=scope["path"])(scope, receive, send)
             return
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
@@ -38,7 +38,7 @@ class LimitMiddleware:
                 scope.setdefault("state", {})["held_bytes"] = held
                 await self._timed(scope, receive, send)
         except OverloadedError as error:  # nothing was sent: only the gate raises it here
-            await error_response(error)(scope, receive, send)
+            await error_response(error, path=scope["path"])(scope, receive, send)
 
     async def _timed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A client that takes its answer too slowly is cut off."""
@@ -54,7 +54,8 @@ class LimitMiddleware:
                 await self._app(scope, receive, sending)
         except TimeoutError:
             if not has_begun:
-                await error_response(DeadlineError("the answer took too long"))(scope, receive, send)
+                error = DeadlineError("the answer took too long")
+                await error_response(error, path=scope["path"])(scope, receive, send)
 
 
 def _head_bytes(scope: Scope) -> int:

@@ -46,7 +46,7 @@ def request_id_of(request: Request, given: str | None) -> str:
     if given is None:
         name, given = "X-Request-Id", request.headers.get("x-request-id")
     if given is None:
-        given = new_request_id()
+        given = getattr(request.state, "request_id", "") or new_request_id()
     else:
         check_request_id(given, name)
     request.state.request_id = given

@@ -56,7 +56,7 @@ def schemas(bodies: tuple[type[Body], ...]) -> tuple[tuple[JsonSchema, ...], dic
                 if one in properties and one not in own:
                     properties[one] = {"anyOf": [sampling[name], *plain]}
                 elif one in properties:
-                    properties[one]["anyOf"][0]["description"] = parameter.help
+                    properties[one].get("anyOf", [properties[one]])[0]["description"] = parameter.help
     return references, {**components, **inner}
 
 

@@ -1,4 +1,5 @@
-"""`/v1/chat/completions`, `/v1/completions` and `/v1/responses`: from a body to the answer that is made of it."""
+"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`: from a body to the answer that is made
+of it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ from fastapi.responses import Response
 
 from common.sampling import kept_tokens
 from router.api.api_keys import current_client
+from router.api.rest.anthropic.count_tokens import begin
+from router.api.rest.anthropic.messages import MessageAnswer
+from router.api.rest.anthropic.messages_body import MessagesBody
+from router.api.rest.http.errors import request_id_headers
 from router.api.rest.openai.answer import CompletionAnswer
 from router.api.rest.openai.disconnect import EventStream, json_answer, unless_gone
 from router.api.rest.openai.echo import Echo
@@ -32,12 +37,13 @@ from router.serving.gateway import Gateway
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
 
-TextBody = ChatBody | CompletionBody | ResponsesBody
+TextBody = ChatBody | CompletionBody | ResponsesBody | MessagesBody
+Answer = CompletionAnswer | ResponseAnswer | MessageAnswer
 
 Prompts = Callable[[ServedModel, int | None], Awaitable[list[Prompt]]]
 """Makes a body's prompts; of each so many tokens at most, the last ones."""
-AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], CompletionAnswer | ResponseAnswer]
-Ask = Callable[[contextlib.ExitStack], Awaitable[CompletionAnswer | ResponseAnswer]]
+AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer]
+Ask = Callable[[contextlib.ExitStack], Awaitable[Answer]]
 
 
 class GenerationHandlers:
@@ -79,6 +85,26 @@ class GenerationHandlers:
                 body.echoed(),
                 wants_logprobs=body.wants_logprobs,
                 wants_kept_reasoning=body.wants_kept_reasoning,
+                wants_metrics=self._wants_metrics(body),
+                hold=hold,
+            )
+
+        return await self._generate(request, body, prompts, answer, arrived_at)
+
+    async def messages(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        begin(request)
+        body = await read(MessagesBody, request, self._gateway.admission)
+
+        async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+            return [await self._gateway.preparation.chat_prompt(model, body.conversation(model.limits), keep=keep)]
+
+        def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold) -> MessageAnswer:
+            return MessageAnswer(
+                self._gateway.generation,
+                requests[0],
+                request_id,
+                shows_thinking=body.shows_thinking,
                 wants_metrics=self._wants_metrics(body),
                 hold=hold,
             )
@@ -138,7 +164,7 @@ class GenerationHandlers:
         hints = call_hints(request.headers, body.session())
         held: HeldBytes = request.state.held_bytes  # what comes of the body counts like the body
         ask = partial(self._answer, body, prompts, make_answer, request_id, arrived_at, hints, held.grow)
-        headers = {"X-Request-Id": request_id}
+        headers = request_id_headers(request_id, request.scope["path"])
         if not body.stream:
             return await json_answer(request, _whole(ask), headers)
         first, events = await unless_gone(request, _streamed(ask))
@@ -154,7 +180,7 @@ class GenerationHandlers:
         hints: CallHints,
         hold: Hold,
         within: contextlib.ExitStack,
-    ) -> CompletionAnswer | ResponseAnswer:
+    ) -> Answer:
         """`within` has to stay open until the answer's end."""
         client, admission = current_client.get(), self._gateway.admission
         ending = within.enter_context(admission.running("rest", client=client))
@@ -169,7 +195,7 @@ class GenerationHandlers:
             sampling,
             request_id=request_id,
             cache_salt=body.cache_salt or "",
-            retain=None if body.retain is None else body.retain.value(),
+            retain=body.retained(self._gateway.preparation.max_retain_s),
             priority=body.priority or 0,
             slo=admission.slo(client, body.targets(), hints.targets),
             arrived_at=arrived_at,
@@ -190,7 +216,7 @@ class GenerationHandlers:
         return answer
 
 
-def _count_failure(answer: CompletionAnswer | ResponseAnswer, ending: Ending) -> None:
+def _count_failure(answer: Answer, ending: Ending) -> None:
     """A stream tells a failure as an event, and raises nothing."""
     if answer.failure is not None:
         ending.failed(answer.failure)
