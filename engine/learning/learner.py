@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from common.batch_time import BatchTime, BatchTimeKey, Regime, RegimeTime, StepShape
+from common.batch_time import BatchTime, BatchTimeKey, Regime, RegimeTime, StepShape, chunk_shape
 from common.batch_time_fit import MeasuredStep, fit
 
 log = logging.getLogger(__name__)
@@ -246,17 +246,8 @@ def _at_least(regime: RegimeTime, errors: deque[float]) -> RegimeTime:
 
 def _shape(decodes: tuple[int, int] = (0, 0), chunk: tuple[int, int] = (0, 0)) -> StepShape:
     (num, context), (new, past) = decodes, chunk
-    return StepShape(
-        num_decodes=num,
-        decode_context=num * context,
-        longest_context=context,
-        num_chunks=int(new > 0),
-        chunk_tokens=new,
-        chunk_past=past,
-        chunk_pairs=new * past + new * (new + 1) // 2,
-        chunk_squares=new * new,
-        num_head_rows=num + int(new > 0),
-    )
+    beside = StepShape(num_decodes=num, decode_context=num * context, longest_context=context, num_head_rows=num)
+    return chunk_shape(new, past, beside) if new else beside
 
 
 _DECODES = [(num, context) for num in (1, 2, 4, 8, 16, 32, 64) for context in (48, 768, 6144)]

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.batch_time import FEATURES, BatchTime, BatchTimeKey, Regime, RegimeTime, StepShape, Table
+from common.batch_time import (
+    FEATURES,
+    BatchTime,
+    BatchTimeKey,
+    Regime,
+    RegimeTime,
+    StepShape,
+    Table,
+    chunk_shape,
+)
 from common.batch_time_file import decode, encode, load
 from common.batch_time_fit import (
     MeasuredStep,
@@ -73,6 +82,26 @@ def measured(seed: int, num: int = 400, longest: int = 2000, noise: float = 0.01
 @pytest.fixture(scope="module")
 def model() -> BatchTime:
     return fit(KEY, measured(1))
+
+
+def test_a_chunk_s_time_is_that_of_its_shape() -> None:
+    """`chunk_seconds` is a quicker way to the same."""
+    regime = RegimeTime(
+        layers=Table((0.0, 8.0, 64.0), (0.005, 0.006, 0.02), 1e-4),
+        head=Table((0.0, 16.0), (0.001, 0.002), 1e-4),
+        coefficients=tuple(1e-7 * (number + 1) for number in range(len(FEATURES))),
+        residuals={(6, 12): 0.1, (6, 13): -0.2, (9, 17): 0.3},
+    )
+    plain = replace(regime, residuals={}, head=Table((0.0,), (0.001,), 1e-3))
+    times = (regime, plain)
+    model = BatchTime(key=KEY, regimes={Regime.DECODE: plain, Regime.PREFILL: times[0], Regime.MIXED: times[1]})
+    other = BatchTime(key=KEY, regimes={Regime.DECODE: plain, Regime.PREFILL: times[1], Regime.MIXED: times[0]})
+    for new, past in ((1, 0), (70, 0), (512, 300)):
+        for beside in (StepShape(), decodes(1, 20), decodes(30, 700)):
+            shape = chunk_shape(new, past, beside)
+            assert shape == replace(both(chunk(new, past), beside), longest_context=beside.longest_context)
+            for one in (model, other):
+                assert one.chunk_seconds(new, past, beside) == one.seconds(shape)
 
 
 @pytest.mark.parametrize("regime", Regime)
