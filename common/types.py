@@ -147,6 +147,8 @@ class KVCacheSpec:
         return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 
+SLACKS_S = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds that `WorkerLoad.queued_by_slack` is told for."""
 LOAD_INTERVAL_S = 0.05  # a worker tells of its load when it changes, at most this often
 
 
@@ -161,6 +163,10 @@ class WorkerLoad:
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_queued_prompt_tokens: int = 0  # prompt tokens whose KV is not computed yet
+    num_queued_prompts: int = 0  # that these tokens belong to
+    # Of these tokens, those of prompts with latency targets that have to begin within each of `SLACKS_S` to be in time;
+    # empty: targets do not decide the order.
+    queued_by_slack: tuple[int, ...] = ()
     num_blocks: int = 0
     num_free_blocks: int = 0  # hold nothing
     num_cached_blocks: int = 0  # hold a reusable prefix, owned by nobody

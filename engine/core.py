@@ -346,10 +346,13 @@ class EngineCore:
     @property
     def load(self) -> WorkerLoad:
         scheduler, blocks, arrivals = self.scheduler, self.blocks, self._arrivals
+        num_prompts, num_tokens = scheduler.queued_prompts
         return WorkerLoad(
             num_requests_running=scheduler.num_running + scheduler.num_held_back,
             num_requests_waiting=scheduler.num_waiting - scheduler.num_held_back + len(arrivals),
-            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens + arrivals.num_prompt_tokens,
+            num_queued_prompt_tokens=num_tokens + arrivals.num_prompt_tokens,
+            num_queued_prompts=num_prompts + len(arrivals),
+            queued_by_slack=scheduler.queued_by_slack(self._clock()),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_empty_blocks,
             num_cached_blocks=blocks.num_cached_blocks,

@@ -16,12 +16,14 @@ One step, in order: `schedule` -> the engine carries out copies and the forward 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 
 from common.batch_time import BatchTime, StepShape
-from common.types import FinishReason, SampledToken
+from common.types import SLACKS_S, FinishReason, SampledToken
 from engine.blocks.block_manager import BlockManager
 from engine.integrity import problems
 from engine.messages import RequestMode
@@ -125,10 +127,25 @@ class Scheduler:
         return sum(request.status is RequestStatus.FINISHED_LEASED for request in self.requests.values())
 
     @property
-    def num_queued_prompt_tokens(self) -> int:
-        """Prompt tokens whose KV this engine still has to compute."""
-        here = (*self._waiting, *self._running)
-        return sum(max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in here)
+    def queued_prompts(self) -> tuple[int, int]:
+        """(prompts, their tokens) whose KV this engine still has to compute."""
+        num_prompts = num_tokens = 0
+        for request in (*self._waiting, *self._running):
+            if (num_left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
+                num_prompts += 1
+                num_tokens += num_left
+        return num_prompts, num_tokens
+
+    def queued_by_slack(self, now: float) -> tuple[int, ...]:
+        """See `WorkerLoad`."""
+        if self._slack is None or not self._slack.knows_times:
+            return ()
+        num_tokens = [0] * (len(SLACKS_S) + 1)
+        for request in (*self._waiting, *self._running):
+            pace, num_left = request.pace, request.num_prompt_tokens - request.num_computed_tokens
+            if num_left > 0 and pace is not None and pace.has_target:
+                num_tokens[bisect_left(SLACKS_S, pace.start_by - now)] += num_left
+        return tuple(accumulate(num_tokens[:-1]))
 
     @property
     def decodes(self) -> list[Request]:

@@ -51,6 +51,13 @@ def test_a_field_that_one_side_lacks_stays_at_its_default() -> None:
     assert value_of(message, WorkerLoad) == WorkerLoad(num_blocks=9)
 
 
+def test_a_list_is_a_tuple() -> None:
+    load = WorkerLoad(num_queued_prompts=2, queued_by_slack=(0, 5, 5))
+    message = message_of(load, worker_pb2.WorkerLoad)
+    assert list(message.queued_by_slack) == [0, 5, 5]
+    assert value_of(message, WorkerLoad) == load
+
+
 def test_an_enum_is_its_word() -> None:
     message = worker_pb2.WorkerLoad(state=worker_pb2.WORKER_STATE_UNREACHABLE)
     assert given_fields(message) == {"state": WorkerState.UNREACHABLE}

@@ -13,6 +13,7 @@ from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.targets import LatencyTargets
+from common.types import SLACKS_S
 from engine import messages as m
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
@@ -248,6 +249,25 @@ def test_who_waited_until_it_cannot_be_in_time_is_refused_then() -> None:
     engine.run()
     assert "its first token takes another 110 ms" in engine.failures["waits"].reason
     assert len(engine.token_times["runs"]) == 50
+
+
+def test_its_load_says_how_soon_queued_prompts_have_to_begin() -> None:
+    """What routers predict a newcomer's first token by."""
+    engine = Timed(max_num_seqs=1)
+    engine.ask("runs", 10, 20, tpot_ms=1000)
+    engine.step()
+    for request_id, num_prompt, ttft_ms in (("soon", 100, 600.0), ("later", 200, 3000.0), ("whenever", 400, None)):
+        engine.ask(request_id, num_prompt, ttft_ms=ttft_ms)
+    engine.step()
+    load, by_slack = engine.core.load, dict(zip(SLACKS_S, engine.core.load.queued_by_slack, strict=True))
+    assert (load.num_queued_prompts, load.num_queued_prompt_tokens) == (3, 700)
+    assert [by_slack[slack] for slack in (0.25, 0.5, 2.0, 4.0, 32.0)] == [0, 100, 100, 300, 300]
+    engine.run()
+    assert (engine.core.load.num_queued_prompts, set(engine.core.load.queued_by_slack)) == (0, {0})
+    for other in (Timed(time=None), Timed(queue_policy="fcfs")):
+        other.ask("one", 100, ttft_ms=500)
+        other.step()
+        assert other.core.load.queued_by_slack == (), "targets do not decide the order"
 
 
 def test_a_prompt_that_makes_several_others_late_goes_after_them() -> None:

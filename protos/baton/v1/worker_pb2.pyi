@@ -279,6 +279,8 @@ class WorkerLoad(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     BATCH_TIME_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_PROMPTS_FIELD_NUMBER: _builtins.int
+    QUEUED_BY_SLACK_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
@@ -294,6 +296,14 @@ class WorkerLoad(_message.Message):
     epoch: _builtins.str
     batch_time_version: _builtins.int
     """if it changes, GetInfo has another model"""
+    num_queued_prompts: _builtins.int
+    """that num_queued_prompt_tokens belong to"""
+    @_builtins.property
+    def queued_by_slack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If latency targets decide the order: of these tokens, those of prompts with targets that have to begin within 0.125,
+        0.25, 0.5, 1, 2, 4, 8, 16 and 32 s to be in time. Empty: they do not.
+        """
+
     def __init__(
         self,
         *,
@@ -307,10 +317,12 @@ class WorkerLoad(_message.Message):
         num_leases: _builtins.int = ...,
         epoch: _builtins.str = ...,
         batch_time_version: _builtins.int = ...,
+        num_queued_prompts: _builtins.int = ...,
+        queued_by_slack: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "queued_by_slack", b"queued_by_slack", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
