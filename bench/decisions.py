@@ -1,7 +1,8 @@
 """CPU time of one routing decision, by the number of workers: `python -m bench.decisions [--policies prefix_aware]`.
 
 A decision begins with the load of the two workers that the request before it went to, as in a router. Half of the
-workers prefill. All of them have the first blocks of each prompt, three have more of it, and their loads differ.
+workers prefill. All of them have the first blocks of each prompt, three have more of it, and their loads differ. With
+a latency target, the first token is due in time (a minute), or too soon for all (a millisecond).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.simulated.data_sheet import simulated_time
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_index import PrefixIndex
-from router.policy.base import RoutingRequest
+from router.policy.base import FirstTokenTarget, RoutingRequest
 from router.policy.registry import create_policy
 
 BLOCK_SIZE = 16
@@ -50,12 +51,17 @@ def made_load(draw: random.Random) -> WorkerLoad:
         num_requests_waiting=draw.randrange(3),
         num_blocks=10_000,
         num_free_blocks=draw.randrange(10_000),
-        num_queued_prompt_tokens=draw.choice((0, draw.randrange(8000))),
+        num_queued_prompt_tokens=(num_queued := draw.choice((0, draw.randrange(8000)))),
+        num_queued_prompts=-(-num_queued // 1000),
     )
 
 
 def microseconds(
-    policy_name: str, num_workers: int, times: Sequence[BatchTime | None], num: int
+    policy_name: str,
+    num_workers: int,
+    times: Sequence[BatchTime | None],
+    num: int,
+    first_token: FirstTokenTarget | None = None,
 ) -> tuple[float, float]:
     """CPU time of the decision, and of the look-up in the index before it: the least of `num`, which neighbours on the
     same cores disturb least."""
@@ -71,7 +77,7 @@ def microseconds(
             index.store(one.address, prompt[: 16 * draw.randrange(COMMON_BLOCKS, PROMPT_BLOCKS + 1)])
     names = [[prompt[at : at + 16] for at in range(0, len(prompt), 16)] for prompt in prompts]
     fleet, policy = Fleet(workers), create_policy(policy_name)
-    request = RoutingRequest(num_prompt_tokens=BLOCK_SIZE * PROMPT_BLOCKS + 9, fingerprint="f")
+    request = RoutingRequest(num_prompt_tokens=BLOCK_SIZE * PROMPT_BLOCKS + 9, fingerprint="f", first_token=first_token)
     changed: list[Endpoint] = []
     decisions, look_ups = [], []
     for number in range(WARM_UP + num):
@@ -96,12 +102,17 @@ def main() -> None:
     args = parser.parse_args()
     time_model = simulated_time("h100-8b").time
     sizes = [int(size) for size in args.workers.split(",")]
-    print(f"{'µs of CPU':32}" + "".join(f"{size:>8}" for size in sizes))
+    print(f"{'µs of CPU':36}" + "".join(f"{size:>8}" for size in sizes))
     for name in args.policies.split(","):
-        for unit, times in (("tokens", [None]), ("seconds", [time_model])):
-            found = [microseconds(name, size, times, args.requests) for size in sizes]
-            print(f"{f'{name}, in {unit}':32}" + "".join(f"{decision:8.0f}" for decision, _ in found), flush=True)
-    print(f"{'look-up of the blocks':32}" + "".join(f"{look_up:8.0f}" for _, look_up in found))
+        for unit, times, target in (
+            ("tokens", [None], None),
+            ("seconds", [time_model], None),
+            ("seconds, in time", [time_model], FirstTokenTarget(60.0)),
+            ("seconds, too late", [time_model], FirstTokenTarget(0.001)),
+        ):
+            found = [microseconds(name, size, times, args.requests, target) for size in sizes]
+            print(f"{f'{name}, in {unit}':36}" + "".join(f"{decision:8.0f}" for decision, _ in found), flush=True)
+    print(f"{'look-up of the blocks':36}" + "".join(f"{look_up:8.0f}" for _, look_up in found))
 
 
 if __name__ == "__main__":

@@ -176,6 +176,15 @@ router_process_restarts = Counter(
 router_decisions = _counter(
     "baton_router_decisions", "Routing decisions, by where the prompt is computed.", "prefill", ("remote", "in_place")
 )
+router_late_requests = Counter(
+    "baton_router_late_requests",
+    "Requests whose first token no workers can give in time, as they predict it: refused, or served all the same "
+    "(--slo-late). By what is too long: the prompts before it (queue), or its own alone (prompt).",
+    ["outcome", "reason"],
+)
+for _outcome in ("refused", "best_effort"):
+    for _reason in ("queue", "prompt"):
+        router_late_requests.labels(_outcome, _reason)
 router_expected_cached_tokens = Counter(
     "baton_router_expected_cached_tokens", "Prompt tokens that the chosen decode workers were thought to have."
 )

@@ -62,7 +62,8 @@ def make_gateway(
         generic_tools=settings.generic_tools,
         begin_trace=never_traced if traces is None else traces.begin,
     )
-    routes, retries = Routes(registry, policy_of(settings), process.decisions), Retries(registry, limits)
+    routes = Routes(registry, policy_of(settings), process.decisions, refuses_late=settings.slo_late == "refuse")
+    retries = Retries(registry, limits)
     endings = _endings(settings, process, traces)
     return Gateway(
         admission,

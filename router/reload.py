@@ -69,6 +69,7 @@ class Reload:
             self._queue.change(
                 settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
             )
+            self._routes.late.refuses = settings.slo_late == "refuse"
         if "log_level" in changed:
             set_level(settings.log_level)
         if taken := sorted(changed & RELOADED):

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 
 from common.block_hash import block_hashes, root_hash
 from common.config import EngineSettings
-from common.errors import BatonError
+from common.errors import BatonError, OverloadedError
 from common.retry_budget import RetryBudget, hedge_budget
 from common.sampling import SamplingParams
 from common.targets import LatencyTargets
@@ -53,7 +53,7 @@ class FleetOptions:
     tells_times: bool = True  # workers say how long their steps take, so that the router counts in seconds
     lends: bool = True  # decode workers lend what they have of a prompt
     scaling: ScalingOptions | None = None  # None: the fleet stays as it is
-    targets: LatencyTargets | None = None  # of all requests; only `--queue-policy slo` looks at them
+    targets: LatencyTargets | None = None  # of all requests; of workers only `--queue-policy slo` looks at them
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)  # what the router lets in, and when
 
 
@@ -69,6 +69,7 @@ class _OnItsWay:
     leg: PrefillLeg | None = None  # None: there is no prefill worker for it
     is_released: bool = False  # by the decode worker
     num_told_tokens: int = 0  # of the answer, that the router has counted
+    has_first_token: bool = False  # as the router has noted
 
 
 @dataclass(slots=True, eq=False)
@@ -191,25 +192,32 @@ class Fleet:
     def _route(self, key: str, request: TrafficRequest, outcome: RequestOutcome, visit: Visit | None) -> None:
         """The request's turn has come: it goes to a decode worker."""
         options, token_ids = self._options, prompt_of(request)
+        block_names = block_hashes(self._root, token_ids[:-1], options.settings.block_size)
+        targets = options.targets
+        if self._admission is not None:
+            targets = self._admission.targets(request.tenant, targets)
         self._retries.request()
         try:
             decision = self._router.pick(
-                key,
                 self._clock.now,
                 num_prompt_tokens=len(token_ids),
                 num_tokens=len(token_ids) + request.num_output_tokens,
-                block_names=block_hashes(self._root, token_ids[:-1], options.settings.block_size),
+                block_names=block_names,
                 session=request.session,
+                targets=targets,
+                age_s=self._clock.now - outcome.at,
             )
+            if decision.late is not None:
+                outcome.was_late = True
+                if options.settings.slo_late == "refuse":
+                    raise OverloadedError("no worker can give its first token in time")
         except BatonError as error:
             outcome.failure = error.message
             self._leave(visit)
             return
+        self._router.send(key, self._clock.now, decision, block_names)
         decode = self._members[decision.decode.address].worker
         outcome.decode = decode.address
-        targets = options.targets
-        if self._admission is not None:
-            targets = self._admission.targets(request.tenant, targets)
         one = _OnItsWay(request, outcome, decision, decode, targets, visit, needed=[])
         self._on_their_way[key] = one
         self._need(one, decode.address)
@@ -260,6 +268,11 @@ class Fleet:
             self._take_in_decode(one, event)
         elif one.leg is not None:
             one.leg.take_in(worker, event)
+        outcome, predicted_s = one.outcome, one.decision.first_token_s
+        if outcome.ttft_s is not None and not one.has_first_token:
+            one.has_first_token = True
+            if predicted_s is not None:
+                self._router.first_tokens.came(predicted_s, outcome.ttft_s - outcome.queue_s)
 
     def _take_in_decode(self, one: _OnItsWay, event: m.Event) -> None:
         outcome = one.outcome
@@ -282,6 +295,10 @@ class Fleet:
                 if one.leg is not None:
                     one.leg.lend(event)
             case m.PrefillReceived():
+                if outcome.ttft_s is not None:
+                    first_at = outcome.at + outcome.ttft_s - self._options.message_s
+                    handoff_s = max(self._clock.now - first_at, 0.0)
+                    self._router.first_tokens.handed_over(one.decision.num_missing_tokens, handoff_s)
                 self._release(one)
             case m.TokensGenerated():
                 if event.tokens and outcome.ttft_s is None:

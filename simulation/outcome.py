@@ -32,7 +32,7 @@ class RequestOutcome:
     queue_s: float = 0.0  # in the router's queue
     num_hedges: int = 0  # prefill workers asked beside a late one
     is_hedge_won: bool = False  # the one that was asked beside it came first
-    was_late: bool = False  # a worker held its targets for missed: it is refused, or served as best effort
+    was_late: bool = False  # the router or a worker held its targets for missed: it is refused, or served all the same
 
     @property
     def tpot_s(self) -> float | None:

@@ -1,4 +1,5 @@
-"""What a router decides by: the real policy, prefix index and worker records, fed by simulated workers."""
+"""What a router decides by: the real policy, prefix index, worker records and times of first tokens, fed by simulated
+workers."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import cast
 import grpc
 
 from common.batch_time import BatchTime
+from common.targets import LatencyTargets
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.worker import Sent, WorkerRecord
-from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.policy.base import FirstTokenTarget, Policy, RoutingDecision, RoutingRequest
+from router.running.first_token_times import FirstTokenTimes
 from router.running.routes import load_of
 
 FINGERPRINT = "simulation"
@@ -24,6 +27,7 @@ class SimulatedRouter:
     def __init__(self, policy: Policy, block_size: int) -> None:
         self._policy = policy
         self._block_size = block_size
+        self.first_tokens = FirstTokenTimes()
         self._index = PrefixIndex()
         self._records: dict[str, WorkerRecord] = {}
         self._fleet: Fleet | None = None  # None: workers have come or gone
@@ -67,16 +71,17 @@ class SimulatedRouter:
 
     def pick(
         self,
-        key: object,
         now: float,
         *,
         num_prompt_tokens: int,
         num_tokens: int,
         block_names: Sequence[bytes],
         session: str,
+        targets: LatencyTargets | None = None,
+        age_s: float = 0.0,
     ) -> RoutingDecision:
-        """Decides where a request goes, and counts it there until `ended`. `block_names` leave out the prompt's last
-        token. Raises `UnavailableError` if no decode worker can take it."""
+        """Decides where a request goes. `block_names` leave out the prompt's last token. Raises `UnavailableError` if
+        no decode worker can take it."""
         wanted = RoutingRequest(
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=num_tokens,
@@ -84,13 +89,23 @@ class SimulatedRouter:
             block_names=block_names,
             cached_blocks=self._index.match(block_names, now),
             session=session,
+            first_token=self._first_token(targets, age_s),
+            handoff_token_s=self.first_tokens.handoff_token_s,
         )
-        decision = self._policy.pick(wanted, self._told())
+        return self._policy.pick(wanted, self._told())
+
+    def _first_token(self, targets: LatencyTargets | None, age_s: float) -> FirstTokenTarget | None:
+        if targets is None or targets.ttft_ms is None:
+            return None
+        token_s = None if targets.tpot_ms is None else targets.tpot_ms / 1000
+        return self.first_tokens.target(targets.ttft_ms / 1000 - age_s, token_s)
+
+    def send(self, key: object, now: float, decision: RoutingDecision, block_names: Sequence[bytes]) -> None:
+        """Counts a request where `decision` sends it, until `ended`."""
         for address, num_missing in load_of(decision).items():
             self._index.expect(address, block_names, now)
             self._records[address].send(key, Sent(now, num_missing))
             self._changed.add(address)
-        return decision
 
     def ended(self, key: object, decision: RoutingDecision) -> None:
         for address in load_of(decision):

@@ -107,8 +107,13 @@ ROWS: dict[str, list[Panel]] = {
                 ),
                 (rate("baton_router_goodput_requests_total", ROUTER, "class"), "{{class}}: goodput"),
                 (rate("baton_router_goodput_tokens_total", ROUTER, "class"), "{{class}}: tokens in time/s"),
+                (
+                    rate("baton_router_late_requests_total", ROUTER, "outcome, reason"),
+                    "first token cannot be in time ({{reason}}): {{outcome}}",
+                ),
             ),
-            "Answers that met or missed their targets, for the first token and for the others. Goodput: all were met.",
+            "Answers that met or missed their targets, for the first token and for the others. Goodput: all were met. "
+            "Too late by prediction: refused, or served all the same (--slo-late).",
         ),
         Panel("Whole request", "s", quantiles("baton_router_request_seconds", ROUTER)),
         Panel(

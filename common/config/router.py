@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -54,6 +54,11 @@ class LimitSettings(Settings):
     max_queued: Positive = Field(256, description="answers that wait for their turn; further ones are refused")
     max_queue_wait: float = Field(
         30.0, gt=0, description="seconds that one may wait for its turn; what would wait longer is refused at once"
+    )
+    slo_late: Literal["refuse", "best-effort"] = Field(
+        "best-effort",
+        description="what becomes of a request whose first token no workers can give within its latency target, as "
+        "they predict it (docs/latency-targets.md)",
     )
 
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from common.config.autoscaler import AutoscalerSettings
 from common.config.base import Positive, Settings, comma_separated
 from common.config.router import LimitSettings, PolicySettings
+from common.config.stack import UpSettings
 from common.config.worker import ConnectorSettings, EngineSettings
 
 
@@ -72,7 +73,7 @@ class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
     chunk_size: Positive = _as_in(EngineSettings, "chunk_size")
     announce: Literal["chunk", "end"] = _as_in(EngineSettings, "announce")
     queue_policy: Literal["fcfs", "priority", "slo"] = _as_in(EngineSettings, "queue_policy")
-    slo_late: Literal["refuse", "best-effort"] = _as_in(EngineSettings, "slo_late")
+    slo_late: Literal["refuse", "best-effort"] = _as_in(UpSettings, "slo_late")
     enable_prefix_caching: bool = _as_in(EngineSettings, "enable_prefix_caching")
     lend_blocks: bool = _as_in(ConnectorSettings, "lend_blocks")
     bandwidth: float = Field(25.0, gt=0, description="GB/s that a worker sends, and as many that it receives")

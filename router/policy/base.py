@@ -22,6 +22,25 @@ from router.fleet.fleet import Fleet
 NUM_RANKED = 4  # candidates that anyone asks for: three prefill workers to be asked in turn, four named as reasons
 
 
+@dataclass(slots=True, frozen=True)
+class FirstTokenTarget:
+    """How soon a request's first token is wanted, and how far predictions of such tokens were off lately."""
+
+    left_s: float  # until it is due; negative: it was due already
+    token_s: float | None = None  # most seconds for each further token; None: they may come at any time
+    low: float = 1.0  # times the prediction: hardly any first token came sooner
+    high: float = 1.0  # nine in ten first tokens came within so many times the prediction
+
+
+@dataclass(slots=True, frozen=True)
+class Late:
+    """No workers can give a first token in time, as they predict it. Seconds from now."""
+
+    soonest_s: float  # by the workers that would be the first
+    alone_s: float  # by workers that have nothing else to compute
+    num_workers: int  # that can compute its prompt
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RoutingRequest:
     """What a policy knows about a request."""
@@ -37,6 +56,8 @@ class RoutingRequest:
     parameters: frozenset[str] = frozenset()  # of sampling, that not all versions of workers know
     beside: tuple[str, str] | None = None  # incarnation of the decode worker with other answers to the prompt
     in_place: bool = False  # the decode worker has to compute all of the prompt itself, whatever is cached
+    first_token: FirstTokenTarget | None = None  # None: it may come at any time
+    handoff_token_s: float | None = None  # `router.policy.costs.Costs.handoff`
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,6 +89,8 @@ class RoutingDecision:
     prefill_s: float | None = None  # the same in seconds, if the workers said how long their steps take
     step_s: float | None = None  # likewise, of the decode worker's next step: the time between two tokens
     may_hedge: bool = False  # the second of `prefill` may be asked beside the first, if that is late
+    first_token_s: float | None = None  # predicted, from now, if the request has such a target and `prefill_s` is known
+    late: Late | None = None  # the target cannot be met, here or elsewhere
 
 
 class Policy(Protocol):
@@ -112,6 +135,11 @@ class Candidates(Sequence[Candidate]):
     @abstractmethod
     def least_loaded(self, num: int) -> Sequence[Candidate]:
         """The first `num` by `router.policy.least_load.candidate_order`, then in this order."""
+
+    @abstractmethod
+    def soonest_computed(self, num: int) -> Sequence[tuple[Candidate, float]]:
+        """The first `num` that would have a first token, each with about when: `router.policy.costs.first_token_s` of a
+        prompt of one token, and `work`. Only if costs are in seconds."""
 
     @abstractmethod
     def of(self, address: str) -> Candidate | None:

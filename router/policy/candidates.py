@@ -20,7 +20,7 @@ from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Entry, Fleet, Group, Key, Order
 from router.fleet.prefix_index import Level, levels_of
 from router.policy.base import Candidate, Candidates, RoutingRequest
-from router.policy.costs import SECONDS, TOKENS, Costs, wait_of
+from router.policy.costs import SECONDS, TOKENS, Costs, first_token_s, wait_of
 from router.policy.least_load import load_order, load_score, order_by_wait
 
 FEW = 16  # workers of one level that are all looked at
@@ -95,6 +95,9 @@ class FleetCandidates(Candidates):
     def soonest(self, num: int) -> Sequence[Candidate]:
         key = _by_wait_in_seconds if self._costs.in_seconds else _by_wait_in_tokens
         return [self._candidate(one[4], one[5]) for one in self._best(key, num, with_work=True)]
+
+    def soonest_computed(self, num: int) -> Sequence[tuple[Candidate, float]]:
+        return [(self._candidate(one[4], one[5]), one[0]) for one in self._best(_by_first_token, num, with_work=True)]
 
     def least_loaded(self, num: int) -> Sequence[Candidate]:
         key = _by_load_in_seconds if self._costs.in_seconds else _by_load_in_tokens
@@ -251,6 +254,11 @@ def _by_wait_in_tokens(endpoint: Endpoint) -> tuple[float, float, float]:
 def _by_wait_in_seconds(endpoint: Endpoint) -> tuple[float, float, float]:
     wait = wait_of(endpoint, SECONDS)
     return (wait, *order_by_wait(endpoint, wait))
+
+
+def _by_first_token(endpoint: Endpoint) -> tuple[float, float, float]:
+    """Of a newcomer that lacks nothing."""
+    return (first_token_s(endpoint, 1, 0, inf), *load_order(endpoint))
 
 
 def _by_load_in_tokens(endpoint: Endpoint) -> tuple[float, float, float]:

@@ -1,27 +1,31 @@
 """What work costs a worker: in seconds, if all workers said how long their steps take, and else in tokens. Pure.
 
 A token is the time that a worker takes to compute one token of a prompt. The constants below are for workers that sent
-no model of time; those of `SecondCosts` are of what no model of a step knows.
+no model of time; those of `SecondCosts` are of what no model of a step knows and nobody has measured yet.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.batch_time import BatchTime, StepShape
+from common.batch_time import NO_DECODES, BatchTime, StepShape
 from common.prefill_place import least_remote_tokens
+from common.types import SLACKS_S
 from router.fleet.endpoint import Endpoint
 from router.policy.least_load import load_score
 
-MOVE_COST = 0.25  # to move a token's KV, against computing the token: no model of a step knows the network
+MOVE_COST = 0.25  # to move a token's KV, against computing the token: until the fleet's own handoffs say what it costs
 LOAD_COST = 64  # tokens, of one request that runs on a decode worker; one that waits counts four times (`load_score`)
 IN_PLACE_COST = 2.0  # of a token computed in place, since it also holds up that worker's decodes
 IN_PLACE_MARGIN = 1024  # tokens by which a prefill worker has to be later before its work is done in place
 HEDGE_QUEUE = 1024  # tokens, beside one prompt's, that a worker which is asked beside a late one may have to do
 
+STEP = 2048  # tokens of all prompts in one step: the default of --max-num-batched-tokens, likewise
 CHUNK = 512  # tokens of a prompt in one step: the default of --chunk-size, which workers do not tell
 MAX_KEPT = 4096  # workers
+MAX_MODELS = 256  # of time, which take some ten thousand bytes each
 ANSWER_TOKENS = 64  # of an answer that count when decode workers are compared: what all tokens cost there
 
 
@@ -34,11 +38,18 @@ class Costs(Protocol):
     def load(self, endpoint: Endpoint) -> float:
         """What a newcomer's answer loses by those that run beside it."""
 
+    def margin(self, endpoint: Endpoint) -> float:
+        """By how much a prefill worker has to be later before the work of `endpoint`'s prompt is done in place."""
+
     def prompt(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
         """To compute `num_missing` tokens of a prompt after `num_cached`, with nothing beside them."""
 
     def in_place(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
         """To compute them on a decode worker, what its decodes lose by it included."""
+
+    def handoff(self, endpoint: Endpoint, num_missing: int, num_cached: int, handoff_token_s: float | None) -> float:
+        """What moving their KV from `endpoint` adds after the first token. `handoff_token_s`: seconds for a token, as
+        `router.running.first_token_times` measures it; None: nobody knows yet."""
 
     def least_remote(self, decode: Endpoint, prefill: Endpoint, num_cached: int) -> int:
         """The fewest missing tokens for which it pays to ask `prefill`; 0 is one KV block."""
@@ -53,11 +64,17 @@ class TokenCosts:
     def load(self, endpoint: Endpoint) -> float:
         return LOAD_COST * load_score(endpoint)
 
+    def margin(self, endpoint: Endpoint) -> float:  # noqa: ARG002
+        return IN_PLACE_MARGIN
+
     def prompt(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:  # noqa: ARG002
         return num_missing
 
     def in_place(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:  # noqa: ARG002
         return IN_PLACE_COST * num_missing
+
+    def handoff(self, endpoint: Endpoint, num_missing: int, num_cached: int, handoff_token_s: float | None) -> float:  # noqa: ARG002
+        return MOVE_COST * num_missing
 
     def least_remote(self, decode: Endpoint, prefill: Endpoint, num_cached: int) -> int:  # noqa: ARG002
         return 0
@@ -65,12 +82,13 @@ class TokenCosts:
 
 class SecondCosts:
     """All workers that it is asked for have a `batch_time`. What a worker's load costs is kept until it changes: an
-    `Endpoint` is the same object until then."""
+    `Endpoint` is the same object until then. So is what depends on a model of time alone."""
 
     in_seconds = True
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Endpoint, float, float]] = {}  # by address: of this endpoint, queue and load
+        self._of_models: dict[int, tuple[BatchTime, float, float]] = {}  # by identity: margin, and one decode's step
 
     def queue(self, endpoint: Endpoint) -> float:
         return self._of(endpoint)[1]
@@ -84,27 +102,38 @@ class SecondCosts:
             num_queued = endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
-            kept = endpoint, self.prompt(endpoint, num_queued, 0), ANSWER_TOKENS * step_s(endpoint, num_more=1)
+            load = ANSWER_TOKENS * step_s(endpoint, num_more=1) if endpoint.can_decode else 0.0
+            kept = endpoint, self.prompt(endpoint, num_queued, 0), load
             self._kept[endpoint.address] = kept
         return kept
+
+    def _of_model(self, time: BatchTime) -> tuple[BatchTime, float, float]:
+        if (kept := self._of_models.get(id(time))) is None:
+            if len(self._of_models) >= MAX_MODELS:
+                self._of_models.clear()
+            one_decode = StepShape(num_decodes=1, decode_context=1, longest_context=1)
+            kept = time, prompt_s(time, IN_PLACE_MARGIN, 0), time.seconds(one_decode)
+            self._of_models[id(time)] = kept
+        return kept
+
+    def margin(self, endpoint: Endpoint) -> float:
+        return self._of_model(_time(endpoint))[1]
 
     def prompt(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
         return prompt_s(_time(endpoint), num_missing, num_cached)
 
     def in_place(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
-        """Every decode that runs there waits for as long as the prompt makes its steps longer. At least one does: the
-        next request's, if none runs now."""
-        time, decodes = _time(endpoint), decodes_of(endpoint)
-        if not decodes.num_decodes:
-            return 2 * prompt_s(time, num_missing, num_cached)
-        with_prompt = prompt_s(time, num_missing, num_cached, decodes)
-        num_steps = -(-num_missing // CHUNK)
-        longer = max(0.0, with_prompt - num_steps * time.seconds(decodes))
-        return with_prompt + decodes.num_decodes * longer
+        return sum(in_place_s(endpoint, num_missing, num_cached))
+
+    def handoff(self, endpoint: Endpoint, num_missing: int, num_cached: int, handoff_token_s: float | None) -> float:
+        """Only the last chunk's KV moves after the first token; that of the others moves during later chunks."""
+        if handoff_token_s is None:
+            return MOVE_COST * self.prompt(endpoint, num_missing, num_cached)
+        return handoff_token_s * min(num_missing, CHUNK)
 
     def least_remote(self, decode: Endpoint, prefill: Endpoint, num_cached: int) -> int:
         """A prefill worker takes a step of its own at least."""
-        asking_s = _time(prefill).seconds(StepShape(num_decodes=1, decode_context=1, longest_context=1))
+        asking_s = self._of_model(_time(prefill))[2]
         return least_remote_tokens(_time(decode), decodes_of(decode), asking_s, past=num_cached, most=CHUNK)
 
 
@@ -154,35 +183,73 @@ def prompt_s(time: BatchTime, num_tokens: int, past: int, beside: StepShape | No
     if num_tokens <= 0:
         return 0.0
     num_full, rest = divmod(num_tokens, CHUNK)
+    decodes = beside or NO_DECODES
     seconds = 0.0
     if num_full:
-        first = time.seconds(_chunk(CHUNK, past, beside))
-        last = time.seconds(_chunk(CHUNK, past + (num_full - 1) * CHUNK, beside)) if num_full > 1 else first
+        first = time.chunk_seconds(CHUNK, past, decodes)
+        last = time.chunk_seconds(CHUNK, past + (num_full - 1) * CHUNK, decodes) if num_full > 1 else first
         seconds = num_full * (first + last) / 2
-    return seconds + (time.seconds(_chunk(rest, past + num_full * CHUNK, beside)) if rest else 0.0)
+    return seconds + (time.chunk_seconds(rest, past + num_full * CHUNK, decodes) if rest else 0.0)
 
 
-def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
-    """Seconds until the worker has a newcomer's first token: after the prompts that were there, with its decodes in
-    each step."""
-    time, beside = _time(endpoint), decodes_of(endpoint) if endpoint.can_decode else None
-    num_queued = endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
-    return prompt_s(time, num_queued, 0, beside) + prompt_s(time, num_missing, num_cached, beside)
+def in_place_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> tuple[float, float]:
+    """Seconds to compute the tokens beside the decodes of a worker, and seconds that these lose together. Every decode
+    that runs there waits for as long as the prompt makes its steps longer. At least one does: the next request's, if
+    none runs now."""
+    time, decodes = _time(endpoint), decodes_of(endpoint)
+    with_prompt = prompt_s(time, num_missing, num_cached, decodes)
+    if not decodes.num_decodes:
+        return with_prompt, with_prompt
+    num_steps = -(-num_missing // CHUNK)
+    longer = max(0.0, with_prompt - num_steps * time.seconds(decodes))
+    return with_prompt, decodes.num_decodes * longer
 
 
-def _chunk(new: int, past: int, beside: StepShape | None) -> StepShape:
-    decodes = beside or StepShape()
-    return StepShape(
-        num_decodes=decodes.num_decodes,
-        decode_context=decodes.decode_context,
-        longest_context=decodes.longest_context,
-        num_chunks=1,
-        chunk_tokens=new,
-        chunk_past=past,
-        chunk_pairs=new * past + new * (new + 1) // 2,
-        chunk_squares=new * new,
-        num_head_rows=decodes.num_head_rows + 1,
-    )
+def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s: float | None = None) -> float:
+    """Seconds until the worker has a newcomer's first token, with its decodes in each step. `left_s`: until that is
+    due, if it is.
+
+    By arrival, a step has chunks of the first `STEP / CHUNK` prompts: those before these come first, and the newcomer
+    shares its steps with the others, which are thought to be equally long. By slack, one prompt comes after the other:
+    first those that have to begin sooner.
+    """
+    time, beside = _time(endpoint), decodes_of(endpoint) if endpoint.can_decode else NO_DECODES
+    load, num_unreported = endpoint.load, endpoint.num_unreported_tokens
+    if len(load.queued_by_slack) == len(SLACKS_S):
+        num_before = load.num_queued_prompt_tokens
+        if left_s is not None:
+            num_before = _within(load.queued_by_slack, left_s - prompt_s(time, num_missing, num_cached))
+        queued_s = _steps_s(time, num_before + num_unreported, CHUNK, beside)
+        return queued_s + prompt_s(time, num_missing, num_cached, beside)
+    num_queued = load.num_queued_prompt_tokens + num_unreported
+    if not load.num_queued_prompts and load.num_queued_prompt_tokens:  # a worker that does not tell
+        return _steps_s(time, num_queued, STEP, beside) + prompt_s(time, num_missing, num_cached, beside)
+    num_prompts = load.num_queued_prompts + (endpoint.num_unreported if num_unreported else 0)
+    num_before = num_queued * max(num_prompts + 1 - STEP // CHUNK, 0) // max(num_prompts, 1)
+    num_chunks = max(-(-num_missing // CHUNK), 1)
+    num_sharing = min((num_queued - num_before) // num_chunks, STEP - CHUNK)  # tokens of others in each of its steps
+    alone_s = prompt_s(time, num_missing, num_cached, beside)
+    if not num_sharing:
+        return _steps_s(time, num_before, STEP, beside) + alone_s
+    new = min(num_missing, CHUNK)
+    longer_s = time.chunk_seconds(new + num_sharing, 0, beside) - time.chunk_seconds(new, 0, beside)
+    return _steps_s(time, num_before, STEP, beside) + alone_s + num_chunks * longer_s
+
+
+def _steps_s(time: BatchTime, num_tokens: int, most: int, beside: StepShape) -> float:
+    """Seconds to compute tokens of short prompts, in steps of `most`."""
+    num_full, rest = divmod(num_tokens, most)
+    seconds = num_full * time.chunk_seconds(most, 0, beside) if num_full else 0.0
+    return seconds + (time.chunk_seconds(rest, 0, beside) if rest else 0.0)
+
+
+def _within(by_slack: Sequence[int], slack_s: float) -> int:
+    """Of `WorkerLoad.queued_by_slack`, between the two seconds that are told for."""
+    at = bisect_left(SLACKS_S, slack_s)
+    if slack_s <= 0 or at == len(SLACKS_S):
+        return 0 if slack_s <= 0 else by_slack[-1]
+    low_s, low = (SLACKS_S[at - 1], by_slack[at - 1]) if at else (0.0, 0)
+    return low + int((by_slack[at] - low) * (slack_s - low_s) / (SLACKS_S[at] - low_s))
 
 
 def _time(endpoint: Endpoint) -> BatchTime:

@@ -8,7 +8,7 @@ from functools import partial
 
 from common.prefill_place import is_computed_in_place
 from router.policy.base import Candidate, cost_in_words
-from router.policy.costs import IN_PLACE_MARGIN, MOVE_COST, TOKENS, Costs
+from router.policy.costs import TOKENS, Costs, in_place_s
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,12 +25,14 @@ def placement_of(
     prefill: Candidate | None,
     min_remote_tokens: int = 0,
     costs: Costs = TOKENS,
+    handoff_token_s: float | None = None,
 ) -> Placement:
     """The prompt is computed remotely, unless that saves too little, or the prefill worker is so busy that it would
     take much longer.
 
     `decode` is where the request goes, `prefill` the worker that would compute the prompt; None if there is none.
     `min_remote_tokens`: see `common.prefill_place`; 0: as `costs` say. They are those of the candidates.
+    `handoff_token_s`: see `Costs.handoff`.
 
     What the router knows of a worker's blocks may be out of date. So a decode worker that is to compute in place still
     asks for help if it turns out to lack much more than the router thought: `Placement.min_remote_tokens`.
@@ -51,13 +53,22 @@ def placement_of(
             min_remote_tokens,
             is_final=is_short,
         )
-    remote = prefill.wait + prefill.work + MOVE_COST * costs.prompt(prefill.endpoint, missing, cached)
-    in_place = decode.wait + costs.in_place(worker, missing, cached)
-    margin = costs.prompt(worker, IN_PLACE_MARGIN, 0)
+    handoff = costs.handoff(prefill.endpoint, missing, cached, handoff_token_s)
+    remote = prefill.wait + prefill.work + handoff
+    computing = costs.in_place(worker, missing, cached)
+    in_place = decode.wait + computing
+    margin = costs.margin(worker)
 
     def reason() -> str:
         words = partial(cost_in_words, in_seconds=costs.in_seconds)
-        return f"{missing} tokens are missing; remote costs {words(remote)}, in place {words(in_place)}"
+        if not costs.in_seconds:
+            return f"{missing} tokens are missing; remote costs {words(remote)}, in place {words(in_place)}"
+        _, lost = in_place_s(worker, missing, cached)
+        return (
+            f"{missing} tokens are missing; remote costs {words(remote)} (wait {words(prefill.wait)}, computing "
+            f"{words(prefill.work)}, handoff {words(handoff)}), in place {words(in_place)} (wait {words(decode.wait)}, "
+            f"computing {words(computing - lost)}, lost by its decodes {words(lost)})"
+        )
 
     if remote > in_place + margin:
         return Placement(True, reason, max(min_remote_tokens, missing + block_size))

@@ -7,7 +7,7 @@ Counted in tokens, a worker of a faster kind has a shorter queue sooner, and so 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from common.errors import UnavailableError
@@ -16,7 +16,17 @@ from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import LAST, Fleet, Group, Member
 from router.policy.base import NUM_RANKED, Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
 from router.policy.candidates import FleetCandidates
-from router.policy.costs import HEDGE_QUEUE, MOVE_COST, SECONDS, TOKENS, Costs, all_know_their_times, step_s, wait_of
+from router.policy.costs import (
+    ANSWER_TOKENS,
+    HEDGE_QUEUE,
+    MOVE_COST,
+    SECONDS,
+    TOKENS,
+    Costs,
+    all_know_their_times,
+    wait_of,
+)
+from router.policy.first_token import Forecast, Way, in_time, way_of
 from router.policy.placement import Placement, placement_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
@@ -65,11 +75,24 @@ class RoutingPolicy:
             placement = Placement(True, _all_in_place, 0, is_final=True)
         else:
             first = asked[0] if asked else None
-            placement = placement_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens, costs)
-        self._turn += 1
+            placement = placement_of(
+                request.num_prompt_tokens, decode, first, self._min_remote_tokens, costs, request.handoff_token_s
+            )
         choices = [_choice("decode", ranked, len(decode_candidates)), _choice_of_placement(placement)]
         if asked and not placement.in_place:
             choices.append(_choice("prefill", ranked_prefill, len(prefill_candidates)))
+        forecast: Forecast | None = None
+        if request.first_token is not None and costs.in_seconds:
+            helper = None if placement.in_place or not asked else asked[0]
+            chosen = way_of(decode, helper, request.first_token)
+            is_long = decode.num_missing_tokens >= max(self._min_remote_tokens, decode.endpoint.block_size)
+            in_place = partial(candidates, decode_groups, roles=DECODES, work=costs.prompt, without=without, only=only)
+            may_help = prefill_candidates if is_long and asked else None
+            forecast = in_time(request.first_token, chosen, may_help, in_place, request.handoff_token_s)
+            choices.append(forecast.reason)
+            if forecast.way is not chosen:
+                decode, asked, placement = _by_way(forecast.way, decode, asked, placement)
+        self._turn += 1
         computing = decode if placement.in_place or not asked else asked[0]
         return RoutingDecision(
             decode=decode.endpoint,
@@ -81,8 +104,10 @@ class RoutingPolicy:
             num_missing_tokens=computing.num_missing_tokens,
             prefill_cost=_tokens_before_first(asked[0]) if asked else 0.0,
             prefill_s=asked[0].wait + asked[0].work if asked and costs.in_seconds else None,
-            step_s=step_s(decode.endpoint, num_more=1) if costs.in_seconds else None,
+            step_s=costs.load(decode.endpoint) / ANSWER_TOKENS if costs.in_seconds else None,
             may_hedge=self._hedges and not placement.in_place and _may_hedge(asked, costs),
+            first_token_s=None if forecast is None else forecast.way.first_token_s,
+            late=None if forecast is None else forecast.late,
         )
 
 
@@ -199,6 +224,23 @@ def _decode_work(
     is_helped = WorkerRole.PREFILL in helpers if endpoint.role is WorkerRole.BOTH else bool(helpers)
     work = costs.prompt(endpoint, num_missing, num_cached)
     return MOVE_COST * work if is_helped else work
+
+
+def _by_way(
+    way: Way, decode: Candidate, asked: Sequence[Candidate], placement: Placement
+) -> tuple[Candidate, Sequence[Candidate], Placement]:
+    """Where the request goes for the sake of its first token, in place of where the policy wanted it."""
+    missing = way.decode.num_missing_tokens
+    if way.prefill is not None:
+        others = [one for one in asked if one.address != way.prefill.address]
+        least = min(placement.min_remote_tokens, missing)
+        remote = replace(placement, in_place=False, min_remote_tokens=least, is_final=False)
+        return decode, [way.prefill, *others], remote
+    most_here = max(placement.min_remote_tokens, missing + way.decode.endpoint.block_size)
+    in_place = replace(placement, in_place=True, min_remote_tokens=most_here)
+    if way.decode.address == decode.address:
+        return way.decode, asked, in_place
+    return way.decode, (), in_place  # `asked` were to help another worker
 
 
 def _tokens_before_first(candidate: Candidate) -> float:

@@ -27,6 +27,7 @@ from router.fleet.track_record import MIN_TOKENS
 from router.policy.base import RoutingDecision
 from router.policy.costs import first_token_s
 from router.running.decode_events import DecodeEvents, FalseEventError, PrefillBlame
+from router.running.first_token_times import FirstTokenTimes
 from router.running.prefill_times import LikePrompts, PrefillTimes
 from router.running.request import GenerationRequest, NewTokens, Progress
 from router.running.retries import NO_FAULTS, WorkerLostError, failure_of
@@ -66,8 +67,16 @@ class _Pace:
 class Attempts:
     """The attempts of all requests of a router."""
 
-    def __init__(self, registry: Registry, budget: RetryBudget, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        budget: RetryBudget,
+        clock: Callable[[], float] = time.monotonic,
+        first_tokens: FirstTokenTimes | None = None,
+    ) -> None:
+        """`first_tokens` is told how predictions came true."""
         self._registry = registry
+        self._first_tokens = first_tokens or FirstTokenTimes()
         self._budget = budget
         self._clock = clock
         self._prefill_times, self._like_prompts = PrefillTimes(), LikePrompts()
@@ -110,7 +119,7 @@ class Attempts:
                             tokens = events.plain_tokens(event)
                             if not pace.num_tokens:
                                 until_first_token.close()
-                                progress.begins(now)
+                                self._begins(decision, progress, now)
                             pace.came(len(tokens), now)
                             progress.came(len(tokens), now)
                             yield NewTokens(tokens)
@@ -127,7 +136,7 @@ class Attempts:
                         if new.tokens:
                             if pace.num_tokens == len(new.tokens):
                                 until_first_token.close()
-                                progress.begins(now)
+                                self._begins(decision, progress, now)
                             progress.came(len(new.tokens), now)
                         if new.finish_reason:
                             self._praise(decision, progress, len(request.prompt_token_ids), pace, blame)
@@ -206,6 +215,13 @@ class Attempts:
             timeout_s,
         )
 
+    def _begins(self, decision: RoutingDecision, progress: Progress, now: float) -> None:
+        """The first token of an attempt came."""
+        progress.begins(now)
+        attempt = progress.attempts[-1] if progress.attempts else None
+        if decision.first_token_s is not None and attempt is not None:
+            self._first_tokens.came(decision.first_token_s, now - attempt.started_at)
+
     def _blame(self, prefill: Sequence[Endpoint]) -> None:
         """Blames prefill workers that the decode worker could not go on with."""
         for endpoint in prefill:
@@ -238,6 +254,7 @@ class Attempts:
         elapsed_s = (report.timings.prefill_queue_ms + report.timings.prefill_ms) / 1000
         if decision.prefill and report.prefill_worker == decision.prefill[0].address:
             self._prefill_times.came(decision.prefill_cost, elapsed_s, decision.prefill_s)
+            self._first_tokens.handed_over(decision.num_missing_tokens, report.timings.handoff_ms / 1000)
         for endpoint in decision.prefill:
             if endpoint in blame:
                 continue

@@ -25,7 +25,7 @@ class Decision:
     time: float  # seconds since 1970
     request_id: str
     client: str  # name of the API key
-    cause: str  # "new", "retry", "migration" or "handover"
+    cause: str  # "new", "retry", "migration", "handover"; "refused": it would have gone there, but too late
     prompt_tokens: int
     cached_tokens: int  # that the decode worker was thought to have
     decode_worker: str
@@ -68,7 +68,7 @@ class Decisions:
             told = made.keywords
             if told["time"] < since:
                 break
-            if told["prefill_workers"] and not told["in_place"]:
+            if told["prefill_workers"] and not told["in_place"] and told["cause"] != "refused":
                 found[told["prefill_workers"][0], told["decode_worker"]] += 1
         return found
 

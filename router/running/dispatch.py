@@ -47,13 +47,14 @@ class Dispatcher:
     ) -> None:
         self._routes = routes
         self._retries = retries or Retries(registry, clock=clock)
-        self._attempts = Attempts(registry, self._retries.budget, clock)
+        self._attempts = Attempts(registry, self._retries.budget, clock, routes.first_tokens)
         self._clock = clock
 
     async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
         """Yields tokens until one batch has a `finish_reason`; fills `progress` as it goes.
 
-        Raises `UnavailableError` if no decode worker is left, `OverloadedError` if all refuse,
+        Raises `UnavailableError` if no decode worker is left, `OverloadedError` if all refuse or its first token
+        cannot come in time,
         `DeadlineError`, `SlowReaderError`, `InvalidArgumentError` if a worker refuses the request itself.
         """
         self._retries.budget.request()
@@ -87,9 +88,14 @@ class Dispatcher:
         self, request: GenerationRequest, route: Route, progress: Progress, lost: WorkerLostError | None
     ) -> RoutingDecision:
         """A request that lost its worker prefers another worker, then the same one if it came back."""
-        decision = await self._retries.pick(
-            lambda: self._routes.pick(routing_request(request, route)), request.deadline, lost
-        )
+
+        def pick() -> RoutingDecision:
+            first_token = self._routes.first_token(request) if progress.first_token_at is None else None
+            return self._routes.pick(routing_request(request, route, first_token))
+
+        decision = await self._retries.pick(pick, request.deadline, lost)
+        if lost is None:
+            self._routes.admit(request, decision)
         cause = "new" if lost is None else "migration" if progress.num_output_tokens else "retry"
         self._routes.note(request, route, progress, decision, cause)
         return decision

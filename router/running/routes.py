@@ -14,15 +14,17 @@ from typing import TypeVar
 from prometheus_client import Counter
 
 from common import metrics
-from common.errors import UnavailableError
+from common.errors import OverloadedError, UnavailableError
 from common.sampling import SamplingParams, parameters
 from protos.convert import LATER_PARAMETERS
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
-from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.policy.base import FirstTokenTarget, Policy, RoutingDecision, RoutingRequest
 from router.policy.embedding import least_loaded
 from router.running.decisions import Decisions, bounded_lines
+from router.running.first_token_times import FirstTokenTimes
+from router.running.late import LateRequests
 from router.running.request import Attempt, GenerationRequest, Progress
 
 log = logging.getLogger(__name__)
@@ -56,8 +58,14 @@ class Routes:
         policy: Policy,
         decisions: Decisions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        refuses_late: bool = False,
     ) -> None:
+        """`refuses_late`: requests whose first token no workers can give in time; else they are served all the
+        same."""
         self.policy = policy  # another one may take its place at any time
+        self.late = LateRequests(refuses=refuses_late, clock=clock)
+        self.first_tokens = FirstTokenTimes()
         self._registry = registry
         self._decisions = decisions or Decisions()
         self._clock = clock
@@ -73,7 +81,11 @@ class Routes:
         """Raises `UnavailableError` if no decode worker can take the request now. Workers that were lost, and did not
         say no, are asked again if there is no other: each may be back."""
         if wanted.block_names:
-            wanted = replace(wanted, cached_blocks=self._registry.blocks.index.match(wanted.block_names, self._clock()))
+            wanted = replace(
+                wanted,
+                cached_blocks=self._registry.blocks.index.match(wanted.block_names, self._clock()),
+                handoff_token_s=self.first_tokens.handoff_token_s,
+            )
         return self._pick(self.policy.pick, wanted)
 
     def pick_for_embedding(self, wanted: RoutingRequest) -> Endpoint:
@@ -97,6 +109,26 @@ class Routes:
         except UnavailableError:
             return None
 
+    def first_token(self, request: GenerationRequest) -> FirstTokenTarget | None:
+        """How soon the request wants its first token, if it does."""
+        targets = request.slo.targets
+        if targets is None or targets.ttft_ms is None:
+            return None
+        left_s = request.arrived_at + targets.ttft_ms / 1000 - self._clock()
+        return self.first_tokens.target(left_s, None if targets.tpot_ms is None else targets.tpot_ms / 1000)
+
+    def admit(self, request: GenerationRequest, decision: RoutingDecision) -> None:
+        """The first decision about a request. Raises `OverloadedError` if its first token cannot come in time, and such
+        requests are refused. Further answers to a prompt, and steps of a search, go on as the first one does."""
+        targets = request.slo.targets
+        if decision.late is None or targets is None or request.is_follow_up or request.siblings.decode is not None:
+            return
+        try:
+            self.late.take(request.request_id, targets, self._clock() - request.arrived_at, decision.late)
+        except OverloadedError:
+            self._decisions.add(request, decision, "refused")
+            raise
+
     def note(
         self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, cause: str
     ) -> None:
@@ -119,7 +151,9 @@ class Routes:
             progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_lines(decision.reasons))
 
 
-def routing_request(request: GenerationRequest, route: Route) -> RoutingRequest:
+def routing_request(
+    request: GenerationRequest, route: Route, first_token: FirstTokenTarget | None = None
+) -> RoutingRequest:
     """What a policy may know about `request`, which was on workers by `route`."""
     return RoutingRequest(
         num_prompt_tokens=len(request.prompt_token_ids),
@@ -132,6 +166,7 @@ def routing_request(request: GenerationRequest, route: Route) -> RoutingRequest:
         beside=request.siblings.decode,
         parameters=_later_parameters(request.sampling_params),
         in_place=request.wants_prompt_logprobs,
+        first_token=first_token,
     )
 
 

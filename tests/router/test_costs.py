@@ -92,7 +92,8 @@ def test_a_prompt_is_computed_in_place_if_the_prefill_worker_is_far_behind() -> 
     assert pick(workers(behind.format(0, 1000))).in_place is False
     decision = pick(workers(behind.format(0, 9000)))
     assert decision.in_place
-    assert any("ms, in place" in line for line in decision.reasons.lines())
+    told = "in place 2744 ms (wait 704 ms, computing 1020 ms, lost by its decodes 1020 ms)"
+    assert any(told in line for line in decision.reasons.lines())
     assert pick(workers(behind.format(20, 9000))).in_place is False, "twenty decodes would wait for it"
 
 
@@ -184,3 +185,14 @@ def test_what_a_load_costs_follows_the_load() -> None:
     (other,) = workers("d decode 5/0 9/9 queued=300")
     assert (costs.queue(other), costs.load(other)) > before
     assert costs.load(other) > before[1]
+
+
+def test_what_moves_after_the_first_token_is_what_handoffs_took() -> None:
+    """Two milliseconds a token, of the last chunk alone; before anybody knows, a quarter of computing them."""
+    known = workers("d decode 0/0 9/9\np prefill 0/0 9/9")
+    request = RoutingRequest(num_prompt_tokens=2000, fingerprint="f")
+    for token_s, handoff in ((None, "510 ms"), (0.002, "1024 ms")):
+        made = create_policy("prefix_aware").pick(replace(request, handoff_token_s=token_s), known)
+        assert any(f"handoff {handoff})" in line for line in made.reasons.lines())
+    slow = create_policy("prefix_aware").pick(replace(request, handoff_token_s=0.02), known)
+    assert slow.in_place

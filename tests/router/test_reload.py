@@ -56,16 +56,18 @@ async def test_what_may_change_is_taken_over(path: Path, caplog: pytest.LogCaptu
     assert runner.order == ["a1"]
     assert router.routes.policy is before
     with caplog.at_level("INFO"):
-        write(path, "{max_running: 2, policy: session, request_timeout: 5, http_listen: 127.0.0.1:2}")
+        write(path, "{max_running: 2, policy: session, slo_late: refuse, request_timeout: 5, http_listen: 127.0.0.1:2}")
         router.reload.look()
     await asyncio.sleep(0)
     assert runner.order == ["a1", "a2"]
     assert router.routes.policy is not before
     lines = {record.getMessage(): record.__dict__.get("settings") for record in caplog.records}
-    assert lines["settings changed"] == "max_running, policy"
+    assert router.routes.late.refuses
+    assert lines["settings changed"] == "max_running, policy, slo_late"
     assert lines["settings changed that need a restart"] == "request_timeout", "a flag wins over the file"
     write(path, "policy: session")
     router.reload.look()
+    assert not router.routes.late.refuses
     for name in ("b1", "b2", "b3"):
         await runner.add(name)
     assert runner.order == ["a1", "a2", "b1", "b2", "b3"]

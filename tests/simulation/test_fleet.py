@@ -241,11 +241,22 @@ def test_more_answers_are_in_time_by_slack_than_by_arrival() -> None:
     )
     assert slo.figures["good_share"] >= 1.5 * fcfs.figures["good_share"]
     assert refusing.figures["good_share"] >= slo.figures["good_share"]
-    assert "late" not in fcfs.figures
+    assert fcfs.figures["late"] > 0, "the router's word, which workers do not hear"
     assert slo.figures["late"] > 0
-    assert (slo.figures["late_but_good"], slo.figures["failed"]) == (0, 0), "nobody would have been refused wrongly"
+    for served in (fcfs, slo):
+        assert (served.figures["late_but_good"], served.figures["failed"]) == (0, 0), "no refusal would be wrong"
     assert refusing.figures["failed"] == refusing.figures["late"] > 0
     assert slo.figures == again.figures
+
+
+@pytest.mark.slow
+def test_a_router_that_refuses_has_more_answers_in_time() -> None:
+    """Of workers that serve by arrival: the queue does not become longer than the targets are."""
+    made = SimulateSettings.model_validate(OVERLOAD | {"goodput": "ttft:2000", "requests": 150})
+    served, refusing = (run(made.model_copy(update={"slo_late": late}))[0] for late in ("best-effort", "refuse"))
+    assert refusing.figures["good_share"] >= 2 * served.figures["good_share"]
+    assert refusing.figures["failed"] == refusing.figures["late"] > 0
+    assert served.figures["failed"] == served.figures["late_but_good"] == 0
 
 
 @pytest.mark.slow
