@@ -7,7 +7,7 @@ From a YAML file, read again when it changes (`--limits-file`):
     keys:
       alice: {requests_per_second: 20, tokens_per_second: 50000, streams: 16}
     tenants:                     # of all keys of a tenant together, beside each key's own
-      research: {tokens_per_second: 100000, weight: 2, priority: 1, slo_class: batch}
+      research: {tokens_per_second: 100000, weight: 2, priority: 1, slo_class: batch, slo_least: {ttft_ms: 2000}}
     slo_classes:                 # latency targets by name
       chat: {ttft_ms: 500, tpot_ms: 50}
       batch: {}
@@ -16,7 +16,7 @@ What is left out is not limited. A request counts when it comes, each further an
 tokens before they are computed, and the answer's tokens as they come; an answer that has begun goes on, and who is in
 debt waits longer for the next. Tokens of a prompt that no worker was asked for are given back. `weight` and `priority`
 are for the queue (`request_queue`). `slo` and `slo_class`, of the default, a key or a tenant, are latency targets of
-requests that ask for none (`targets`).
+requests that ask for none (`targets`), and `slo_least` the tightest that a request may ask for itself.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from common import metrics
 from common.config import Settings
 from common.errors import InvalidArgumentError, OverloadedError, StartupError
 from common.process.watched_files import WatchedFiles, read_file
-from common.targets import MAX_TARGET_MS
+from common.targets import MAX_TARGET_MS, LatencyTargets
 from router.limits.ledger import Ledger, LocalLedger
-from router.limits.targets import NO_CLASS, NOTHING_GIVEN, GivenTargets, Slo, check_class, slo_of
+from router.limits.targets import NO_CLASS, NOTHING_GIVEN, GivenTargets, Slo, check_class, check_least, slo_of
 from router.limits.token_bucket import TokenBucket
 
 BURST_S = 2.0  # a rate's worth of so many seconds may come at once
@@ -59,6 +59,7 @@ class Limits(Settings):
     streams: int | None = pydantic.Field(None, gt=0)
     slo: Targets = Targets()
     slo_class: str = ""
+    slo_least: Targets = Targets()
 
     @functools.cached_property
     def targets(self) -> GivenTargets:
@@ -97,6 +98,15 @@ class LimitsFile(Settings):
             if limits.slo_class and limits.slo_class not in self.slo_classes:
                 return f"{place}.slo_class: there is no class {limits.slo_class!r} in slo_classes"
         return ""
+
+
+def _least(places: Iterable[Limits]) -> LatencyTargets:
+    """The tightest targets that may be asked for: each number of the first place that has it."""
+    ttft_ms, tpot_ms = None, None
+    for place in places:
+        ttft_ms = place.slo_least.ttft_ms if ttft_ms is None else ttft_ms
+        tpot_ms = place.slo_least.tpot_ms if tpot_ms is None else tpot_ms
+    return LatencyTargets(ttft_ms, tpot_ms)
 
 
 NO_TENANT_LIMITS = TenantLimits()
@@ -148,12 +158,15 @@ class Quotas:
 
     def slo(self, key: str, tenant: str, *asked: GivenTargets) -> Slo:
         """The latency targets of a request. `asked`: what it says itself, the most important first. By the limits as
-        they were when it came. Raises `InvalidArgumentError` for a class that there is not."""
+        they were when it came. Raises `InvalidArgumentError` for a class that there is not, and for targets that are
+        tighter than the client may ask for."""
         file = self._file
         for given in asked:
             check_class(given, file.classes)
-        places = [*asked, *(limits.targets for limits in self._say_targets(file, key, tenant)), self._targets]
-        return slo_of(places, file.classes)
+        limits = [*self._say_targets(file, key, tenant)]
+        if limits and any(given is not NOTHING_GIVEN for given in asked):
+            check_least(asked, file.classes, _least(limits))
+        return slo_of([*asked, *(one.targets for one in limits), self._targets], file.classes)
 
     def _say_targets(self, file: LimitsFile, key: str, tenant: str) -> Iterator[Limits]:
         if self._watched is None:

@@ -7,7 +7,7 @@ a class is meant as a whole: a class that lacks a number has no such target.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import InvalidArgumentError
@@ -27,7 +27,9 @@ class GivenTargets:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     slo_class: str = ""
-    class_field: str = "slo_class"  # the client's name for the class
+    class_field: str = "slo_class"  # these three: the client's names
+    ttft_field: str = "slo.ttft_ms"
+    tpot_field: str = "slo.tpot_ms"
 
 
 NOTHING_GIVEN = GivenTargets()
@@ -58,7 +60,14 @@ def given_in_headers(headers: Mapping[str, str]) -> GivenTargets:
     slo_class = headers.get(CLASS_HEADER, "")
     if ttft_ms is None and tpot_ms is None and not slo_class:
         return NOTHING_GIVEN
-    return GivenTargets(ttft_ms=ttft_ms, tpot_ms=tpot_ms, slo_class=slo_class, class_field=CLASS_HEADER)
+    return GivenTargets(
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        slo_class=slo_class,
+        class_field=CLASS_HEADER,
+        ttft_field=TTFT_HEADER,
+        tpot_field=TPOT_HEADER,
+    )
 
 
 def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
@@ -93,3 +102,24 @@ def check_class(given: GivenTargets, classes: Mapping[str, GivenTargets]) -> Non
     if given.slo_class and given.slo_class not in classes:
         known = f"the classes are {', '.join(sorted(classes))}" if classes else "there are none (slo_classes)"
         raise InvalidArgumentError(given.class_field, f"there is no class {given.slo_class[:64]!r}: {known}")
+
+
+def check_least(asked: Sequence[GivenTargets], classes: Mapping[str, GivenTargets], least: LatencyTargets) -> None:
+    """Raises `InvalidArgumentError` if one of the numbers that hold of `asked` is below its least."""
+    for name, least_ms in (("ttft_ms", least.ttft_ms), ("tpot_ms", least.tpot_ms)):
+        field, value = _number_asked(asked, classes, name)
+        if value is not None and least_ms is not None and value < least_ms:
+            raise InvalidArgumentError(field, f"{name} must be at least {least_ms:g} for this client, not {value:g}")
+
+
+def _number_asked(
+    asked: Sequence[GivenTargets], classes: Mapping[str, GivenTargets], name: str
+) -> tuple[str, float | None]:
+    """The number that holds, as in `slo_of`, and the client's name for what says it."""
+    for place in asked:
+        own: float | None = getattr(place, name)
+        if own is not None:
+            return place.ttft_field if name == "ttft_ms" else place.tpot_field, own
+        if place.slo_class:
+            return place.class_field, getattr(classes[place.slo_class], name)
+    return "", None

@@ -100,9 +100,75 @@ def test_a_class_that_there_is_not(path: Path) -> None:
     assert caught.value.field == CLASS_HEADER
 
 
+LEAST = """
+slo_classes: {fast: {ttft_ms: 100, tpot_ms: 20}, batch: {}}
+default: {slo: {ttft_ms: 5}, slo_least: {ttft_ms: 400, tpot_ms: 10}}
+keys: {ann: {slo_least: {ttft_ms: 50}}}
+tenants: {lab: {slo_least: {ttft_ms: 200, tpot_ms: 30}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "tenant", "asked", "field"),
+    [
+        ("", "", [], ""),  # what the file gives is the operator's own word
+        ("", "", [body(400, 10)], ""),
+        ("", "", [body(399)], "slo.ttft_ms"),
+        ("", "", [body(tpot_ms=9.5)], "slo.tpot_ms"),
+        ("", "", [body(slo_class="fast")], "slo_class"),
+        ("", "", [body(500, None, "fast")], ""),  # its own number goes before that of the class
+        ("", "", [body(), call_hints({TTFT_HEADER: "399"}).targets], TTFT_HEADER),
+        ("", "", [body(), call_hints({TPOT_HEADER: "9", TTFT_HEADER: "400"}).targets], TPOT_HEADER),
+        ("", "", [body(), call_hints({CLASS_HEADER: "fast"}).targets], CLASS_HEADER),
+        ("", "", [body(500), call_hints({TTFT_HEADER: "1"}).targets], ""),  # which nobody hears of
+        ("", "", [body(slo_class="batch"), call_hints({TTFT_HEADER: "1"}).targets], ""),  # likewise
+        ("ann", "lab", [body(50, 30)], ""),  # each number of the first that has it: key, tenant, default
+        ("ann", "lab", [body(49, 30)], "slo.ttft_ms"),
+        ("ann", "lab", [body(50, 29)], "slo.tpot_ms"),
+        ("ann", "", [body(50, 10)], ""),
+        ("eve", "lab", [body(199)], "slo.ttft_ms"),
+    ],
+)
+def test_targets_that_are_tighter_than_a_client_may_ask_for(
+    path: Path, key: str, tenant: str, asked: list[GivenTargets], field: str
+) -> None:
+    path.write_text(LEAST)
+    quotas = Quotas(str(path))
+    if not field:
+        quotas.slo(key, tenant, *asked)
+        return
+    with pytest.raises(InvalidArgumentError, match=r"t[tp][fo]t_ms must be at least \d+ for this client") as caught:
+        quotas.slo(key, tenant, *asked)
+    assert caught.value.field == field
+
+
+@pytest.fixture
+def tight_path(path: Path) -> Path:
+    path.write_text(LEAST)
+    return path
+
+
+async def test_too_tight_targets_are_told_over_both_interfaces(
+    worker: FakeWorker, start_router: StartRouter, tight_path: Path
+) -> None:
+    router = await start_router(worker, limits_file=str(tight_path))
+    async with httpx.AsyncClient(base_url=f"{router.url}/v1") as client:
+        answer = await client.post("chat/completions", json={**CHAT, "slo": {"ttft_ms": 399}})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "slo.ttft_ms"
+        assert "must be at least 400 for this client, not 399" in answer.json()["error"]["message"]
+    request = inference_pb2.GenerateRequest(prompt="Hi", slo=types_pb2.LatencyTargets(tpot_ms=9))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [one async for one in router.inference.Generate(request)]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_field(caught.value) == "slo.tpot_ms"
+    assert not worker.requests
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("keys: {ann: {slo_least: {ttft_ms: -1}}}", r"keys\.ann\.slo_least\.ttft_ms"),
         ("default: {slo_class: fast}", r"default\.slo_class: there is no class 'fast'"),
         ("keys: {ann: {slo_class: fast}}", r"keys\.ann\.slo_class: there is no class 'fast'"),
         ("tenants: {lab: {slo: {ttft_ms: 0}}}", r"tenants\.lab\.slo\.ttft_ms"),
