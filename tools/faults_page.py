@@ -18,6 +18,8 @@ What becomes of a request when something goes wrong while it is under way: each 
 The tables are written from the one that the tests check, with real processes, cell by cell
 ([`tests/faults`](../tests/faults)); `make test-faults` runs them all, `make test-slow` a few, and `make chaos` mixes
 faults at random under load. With `FAULTS_ROUTERS=3` three routers share the workers, and each cell asks the next one.
+With `FAULTS_QUEUE_POLICY=slo` or `auto`, and `CHAOS_QUEUE_POLICY`, workers know how long steps take, and requests have
+[latency targets](latency-targets.md).
 [architecture.md](architecture.md) says how each is noticed.
 
 After every cell, whatever it was:

@@ -3,6 +3,7 @@
     make chaos                                  10 minutes, shared_storage
     CHAOS_SECONDS=60 CHAOS_SEED=7 CHAOS_CONNECTOR=nixl make chaos          or lmcache, after `make lmcache`
     CHAOS_ROUTERS=3 CHAOS_HEDGE=1 make chaos    three routers that share the clients, with --hedge-prefill
+    CHAOS_QUEUE_POLICY=slo make chaos           workers know how long steps take; half of the requests have targets
 
 Faults: workers and engines killed or stopped for a while, workers drained and cut off from the network (also in one
 direction only), the store wiped, corrupted, killed or its disk full; and each second a request is cancelled, while
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from baton.stack import lmcache_server
 from baton.stack.stack_plan import free_ports
+from common.targets import LatencyTargets
 from tests.chaos.cases import make_cases, with_references
 from tests.chaos.faults import DRAIN_TIMEOUT_S, Faults, StoreServer
 from tests.chaos.load import REQUEST_TIMEOUT_S, ClientThread, Tally
@@ -36,10 +38,13 @@ from tests.faults import network as networks
 from tests.faults.disk import Disk
 from tests.faults.network import Network
 from tests.integration.stack import Fleet, OneHost, router_names, wait_for
+from tests.integration.written_times import write_times
 
 NUM_CLIENTS = 4
 FAULT_INTERVAL_S = 1.0
 MAX_GROWTH_MB = 25.0  # below 2 in five minutes, with either connector
+# Of requests, if a queue policy is named: none, missed always, missed now and then, met.
+TARGETS = (None, None, None, LatencyTargets(1, 1), LatencyTargets(2_000, 50), LatencyTargets(80_000, 10_000))
 WORKERS = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
 FLAGS = (
     "--chunk-size=64",
@@ -57,6 +62,7 @@ class Run:
     connector: str
     num_routers: int
     hedges: bool
+    queue_policy: str  # empty: the workers' own, and no request has targets
     folder: Path
 
     def run(self) -> dict[str, object]:
@@ -71,6 +77,10 @@ class Run:
             flags = [f"--model={model_dir}", f"--connector={self.connector}", *FLAGS]
             if self.connector == "nixl":  # keeps nothing; the files that are harmed are those of a store beside it
                 flags.append("--store=shared_storage")
+            if self.queue_policy:
+                write_times(model_dir, self.folder / "cache")
+                flags += [f"--queue-policy={self.queue_policy}", f"--cache-dir={self.folder / 'cache'}"]
+            targets = TARGETS if self.queue_policy else ()
             server = self._server(stack, flags)
             hosts = network if isinstance(network, Network) else OneHost()
             # Memory that two hosts share is no link that can be cut.
@@ -90,7 +100,7 @@ class Run:
             tally, memory = Tally(), Memory()
             end_at = time.monotonic() + self.seconds
             clients = [
-                ClientThread(router.grpc, cases, wanted, tally, self.seed + number, end_at)
+                ClientThread(router.grpc, cases, wanted, tally, self.seed + number, end_at, targets)
                 for number, router in zip(range(1, NUM_CLIENTS + 1), itertools.cycle(fleet.routers), strict=False)
             ]
             for client in clients:
@@ -152,6 +162,7 @@ class Run:
             "seed": self.seed,
             "connector": self.connector,
             "routers": self.num_routers,
+            "queue_policy": self.queue_policy,
             "requests": dict(tally.outcomes),
             "faults": dict(faults.counts),
             "left_out": faults.why_not,
@@ -166,9 +177,10 @@ def main() -> int:
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(2**31))
     connector = os.environ.get("CHAOS_CONNECTOR", "shared_storage")
     num_routers, hedges = int(os.environ.get("CHAOS_ROUTERS", "1")), bool(os.environ.get("CHAOS_HEDGE"))
+    queue_policy = os.environ.get("CHAOS_QUEUE_POLICY", "")
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     print(f"chaos: {seconds:g} s, seed {seed}, {connector}; logs in {folder}", file=sys.stderr)
-    outcome = Run(seconds, seed, connector, num_routers, hedges, folder).run()
+    outcome = Run(seconds, seed, connector, num_routers, hedges, queue_policy, folder).run()
     print(json.dumps(outcome), flush=True)
     return 0 if outcome["ok"] else 1
 

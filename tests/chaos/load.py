@@ -8,12 +8,14 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.client.call_errors import CancelledError
 from baton.client.sync_client import Client
 from common.errors import BatonError, DeadlineError
+from common.targets import LatencyTargets
 from tests.chaos.cases import Case
 
 REQUEST_TIMEOUT_S = 90.0
@@ -48,11 +50,20 @@ class ClientThread(threading.Thread):
     """Asks one request after the other, some with too little time. `cancel` ends the one that is running."""
 
     def __init__(
-        self, router: str, cases: list[Case], wanted: list[tuple[int, ...]], tally: Tally, seed: int, end_at: float
+        self,
+        router: str,
+        cases: list[Case],
+        wanted: list[tuple[int, ...]],
+        tally: Tally,
+        seed: int,
+        end_at: float,
+        targets: Sequence[LatencyTargets | None] = (),
     ) -> None:
+        """`targets`: each request has one of these; none has any if it is empty."""
         super().__init__(name=f"client-{seed}", daemon=True)
         self._router, self._cases, self._wanted, self._tally = router, cases, wanted, tally
         self._rng = random.Random(seed)
+        self._targets = targets
         self._end_at = end_at
         self._answer: Cancellable | None = None
         self._was_cancelled = False
@@ -92,6 +103,7 @@ class ClientThread(threading.Thread):
             max_tokens=case.max_tokens,
             ignore_eos=True,
             cache_salt=salt,
+            slo=self._rng.choice(self._targets) if self._targets else None,
         )
         self._answer = answer
         try:
@@ -111,6 +123,7 @@ class ClientThread(threading.Thread):
             "hedges_won": report.num_hedges_won,
             "fallbacks": int(bool(report.fallback_reason)),
             "blocks_moved": report.num_blocks_moved,
+            "in_target": int(report.slo is not None and report.slo.ttft_met is True),
         }
         if result.token_ids == self._wanted[index]:
             return self._tally.add("equal", extras=extras)

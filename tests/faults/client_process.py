@@ -17,6 +17,7 @@ import msgspec
 
 from baton.client.sync_client import Client
 from common.errors import BatonError
+from common.targets import LatencyTargets
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     cache_salt: str
     timeout_s: float
+    ttft_ms: float | None = None  # latency targets; both or none
+    tpot_ms: float | None = None
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +62,7 @@ def over_grpc(ask: Ask, on_cancel: Canceller) -> Iterator[Told]:
             temperature=0.0,
             max_tokens=ask.max_tokens,
             ignore_eos=True,
+            slo=None if ask.ttft_ms is None else LatencyTargets(ask.ttft_ms, ask.tpot_ms),
         )
         on_cancel(answer.cancel)
         try:
@@ -95,6 +99,8 @@ def over_rest(ask: Ask, on_cancel: Canceller) -> Iterator[Told]:
         "logprobs": 0,
         "stream": True,
     }
+    if ask.ttft_ms is not None:
+        body["slo"] = {"ttft_ms": ask.ttft_ms, "tpot_ms": ask.tpot_ms}
     num_tokens, cancelled = 0, threading.Event()
     connection = http.client.HTTPConnection(ask.router.removeprefix("http://"), timeout=ask.timeout_s)
     try:

@@ -28,6 +28,8 @@ from tests.kv_store.lmcache_process import LMCacheProcess
 from tests.nixl import skip_without_nixl
 
 NUM_ROUTERS = int(os.environ.get("FAULTS_ROUTERS", "1"))  # on the same workers; each cell asks the next one
+QUEUE_POLICY = os.environ.get("FAULTS_QUEUE_POLICY", "")  # empty: the workers' own, and no request has targets
+TTFT_MS, TPOT_MS = (30_000.0, 1_000.0) if QUEUE_POLICY else (None, None)
 HOSTS = [*router_names(NUM_ROUTERS), "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
 NUM_CALIBRATIONS = 4  # prompts: more than pairs of workers that have to connect
 HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
@@ -80,6 +82,8 @@ class Stage:
             max_tokens=max_tokens,
             cache_salt=request_id,
             timeout_s=timeout_s,
+            ttft_ms=TTFT_MS,
+            tpot_ms=TPOT_MS,
         )
 
     def close(self) -> None:
@@ -145,6 +149,11 @@ def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stag
         # As between machines, whatever else is there between these processes.
         environ = networks.UCX_ENVIRON if network is not None else {"UCX_TLS": "tcp"}
         flags = [f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS]
+        if QUEUE_POLICY:
+            cache_dir = folder / "cache"
+            write = [sys.executable, "-m", "tests.integration.written_times", reference.model_dir, str(cache_dir)]
+            subprocess.run(write, check=True)  # neither torch nor its warnings come into this process
+            flags += [f"--queue-policy={QUEUE_POLICY}", f"--cache-dir={cache_dir}"]
         if server is not None:
             flags.append(f"--lmcache-address={server.address}")
         fleet = Fleet(folder, *flags, prefill=2, decode=2, routers=NUM_ROUTERS, hosts=network, environ=environ)
