@@ -266,12 +266,18 @@ worker_hedges = _counter(
 worker_hedges_won = Counter("baton_worker_hedges_won", "Those of them in which that other prefill worker was first.")
 worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV this decode worker had to compute.")
 worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
-worker_late_requests = _counter(
+worker_late_requests = Counter(
     "baton_worker_late_requests",
     "Requests that could not meet their latency targets any more when their turn had not come yet: refused, or served "
-    "as best effort (--slo-late).",
-    "outcome",
-    ("refused", "best_effort"),
+    "as best effort (--slo-late). By cause: late even alone, or only if others go first that it would make late.",
+    ["outcome", "cause"],
+)
+for _outcome in ("refused", "best_effort"):
+    for _cause in ("late", "others"):
+        worker_late_requests.labels(_outcome, _cause)
+worker_goes_by_slack = _gauge(
+    "baton_worker_goes_by_slack",
+    "1 while the worker computes first what has the least slack (--queue-policy auto or slo); else 0.",
 )
 worker_kv_blocks_moved = Counter("baton_worker_kv_blocks_moved", "KV blocks fetched from elsewhere.")
 worker_kv_blocks_lost = Counter("baton_worker_kv_blocks_lost", "KV blocks whose fetch failed.")
@@ -358,6 +364,6 @@ ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
     worker_grammars, worker_grammar_seconds, worker_draft_tokens, worker_kv_retentions, worker_kv_retained_blocks,
-    worker_late_requests, worker_preemptions,
+    worker_goes_by_slack, worker_late_requests, worker_preemptions,
 )  # fmt: skip
 """Metrics that an engine process counts and its front shows."""

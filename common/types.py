@@ -165,10 +165,11 @@ class WorkerLoad:
     num_queued_prompt_tokens: int = 0  # prompt tokens whose KV is not computed yet
     num_queued_prompts: int = 0  # that these tokens belong to
     # Of these tokens, those of prompts with latency targets that have to begin within each of `SLACKS_S` to be in time;
-    # empty: targets do not decide the order.
+    # empty: targets do not decide the order. Without any prompt that has targets, they do once a newcomer has some.
     queued_by_slack: tuple[int, ...] = ()
     num_blocks: int = 0
     num_free_blocks: int = 0  # hold nothing
     num_cached_blocks: int = 0  # hold a reusable prefix, owned by nobody
     num_leases: int = 0  # finished prefills whose blocks are held for a decode worker
     num_unstored_blocks: int = 0  # computed blocks that are still to be written to the store
+    goes_by_slack: bool = False  # computes first what has the least time left to meet its latency targets

@@ -1,7 +1,8 @@
 """One request's way to a prefill worker and back: asks a worker, passes on what the worker publishes, and releases it.
 
-A worker that fails before the first token is followed by the next in the list; when none is left, or the first token is
-known already, the engine computes the rest itself. However the request ends, the stream is released
+A worker that fails before the first token is followed by the next in the list, and so is one that refuses, as too many
+wait there or as the request would miss its latency targets. When none is left, or the first token is known already, the
+engine computes the rest itself; or it refuses the request, too. However the request ends, the stream is released
 (`prefill_stream.py`).
 
 A worker that is late is not given up: the next one is asked beside it (a hedge), once for each request. The first
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 import grpc
 
 from common import metrics
-from common.errors import TransferError, UnavailableError
+from common.errors import OverloadedError, TransferError, UnavailableError
 from common.grpc.options import DEADLINE_SLACK_S
 from common.peers import milliseconds
 from common.tracing import RequestSpans, SpanKind, TraceContext
@@ -79,6 +80,7 @@ class PrefillLeg:
         self.queue_ms = 0.0  # in the prefill worker that gave the first token
         self.publish_ms = 0.0  # of the last publication
         self.blamed: list[str] = []  # addresses of workers that failed, or lost to one that was asked beside them
+        self.refused: list[str] = []  # of workers that could not take the request
         self._report = report
         self._usage = usage
         self._asked_time = asked_time
@@ -246,11 +248,14 @@ class PrefillLeg:
         words = f"{code}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
         metrics.worker_prefill_failures.labels(code).inc()
         self._failures.append(f"prefill worker {address}: {words}")
-        self.blamed.append(address)
+        is_refusal = code == OverloadedError.grpc_code
+        (self.refused if is_refusal else self.blamed).append(address)
         self._note_end(address, words)
-        log.warning(
-            "prefill worker failed", extra={"request_id": self._request.request_id, "address": address, "reason": words}
-        )
+        extra = {"request_id": self._request.request_id, "address": address, "reason": words}
+        if is_refusal:
+            log.info("prefill worker refused the request", extra=extra)
+        else:
+            log.warning("prefill worker failed", extra=extra)
 
     def _note_hedge(self, address: str, beside: str) -> None:
         self._report.num_hedges += 1

@@ -229,6 +229,7 @@ class DecodeRun:
             message.report.CopyFrom(self._completed(event))
             message.usage.CopyFrom(self._usage)
             message.blamed_prefill_addresses.extend(self._leg.blamed)
+            message.refused_prefill_addresses.extend(self._leg.refused)
         await self._stream.deliver(self._caller.write(message))
 
     def _pass_on(self, event: m.TokensGenerated) -> bool:

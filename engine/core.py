@@ -27,7 +27,14 @@ from engine.housekeeping import Housekeeping
 from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
-from engine.reports import report_late, report_not_stored, report_preempted, report_settled, report_unreachable
+from engine.reports import (
+    report_late,
+    report_not_stored,
+    report_order,
+    report_preempted,
+    report_settled,
+    report_unreachable,
+)
 from engine.request import Request
 from engine.sampling.grammars import Compiler, GrammarBounds, PendingGrammars
 from engine.scheduling.schedule import LateRequest, NewToken, SchedulerConfig, SchedulerOutput
@@ -82,6 +89,7 @@ class EngineCore:
         self._read_commands = read_commands
         self._events: list[m.Event] = []
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
+        self._goes_by_slack = False  # as was told last
         self._traced: set[str] = set()  # ids of requests that are told of their steps
         self.blocks = BlockManager(
             info.num_blocks,
@@ -288,6 +296,7 @@ class EngineCore:
             self._report_token(new)
         if begun.computed.embeds:
             self._report_embeddings(begun.output)
+        self._report_order()
         self.take_in_transfers()
         return True
 
@@ -358,6 +367,7 @@ class EngineCore:
             num_cached_blocks=blocks.num_cached_blocks,
             num_leases=scheduler.num_leases,
             num_unstored_blocks=len(blocks.write_back),
+            goes_by_slack=scheduler.goes_by_slack,
         )
 
     def close(self) -> None:
@@ -385,6 +395,7 @@ class EngineCore:
             self._speculation.drafts(self.scheduler.decodes, self.scheduler.decode_shape) if self._speculation else {}
         )
         output = self.scheduler.schedule(now, drafts)
+        self._report_order()
         self._has_newcomers = False
         if output.host_copies:
             self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
@@ -397,6 +408,12 @@ class EngineCore:
         for late in output.late:
             self._report_late(late)
         return output
+
+    def _report_order(self) -> None:
+        goes_by_slack = self.scheduler.goes_by_slack
+        if goes_by_slack is not self._goes_by_slack:
+            self._goes_by_slack = goes_by_slack
+            report_order(goes_by_slack=goes_by_slack)
 
     def _report_late(self, late: LateRequest) -> None:
         report_late(late)

@@ -51,11 +51,21 @@ def report_preempted(request: Request, *, is_displaced: bool) -> None:
 
 
 def report_late(late: LateRequest) -> None:
-    metrics.worker_late_requests.labels("refused" if late.is_refused else "best_effort").inc()
+    metrics.worker_late_requests.labels("refused" if late.is_refused else "best_effort", late.cause).inc()
     log.info(
         "a request cannot meet its latency targets any more",
-        extra={"request_id": late.request.request_id, "reason": late.reason, "refused": late.is_refused},
+        extra={
+            "request_id": late.request.request_id,
+            "cause": late.cause,
+            "reason": late.reason,
+            "refused": late.is_refused,
+        },
     )
+
+
+def report_order(*, goes_by_slack: bool) -> None:
+    metrics.worker_goes_by_slack.set(goes_by_slack)
+    log.debug("the order of requests has changed", extra={"by_slack": goes_by_slack})
 
 
 def report_settled(settled: Settled) -> None:

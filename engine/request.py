@@ -79,7 +79,7 @@ class Request:
     num_published_blocks: int = 0  # PREFILL: blocks before this index are published or not needed
     num_preemptions: int = 0
     scheduled_time: float | None = None  # first admitted
-    pace: Pace | None = None  # with `--queue-policy slo`, once the scheduler knows how long steps take
+    pace: Pace | None = None  # while requests go by slack
     fallback_reason: str = ""
     stop_token_id: int | None = None
     embed: Embed | None = None  # asks for an embedding of the prompt instead of an answer

@@ -53,7 +53,7 @@ class FleetOptions:
     tells_times: bool = True  # workers say how long their steps take, so that the router counts in seconds
     lends: bool = True  # decode workers lend what they have of a prompt
     scaling: ScalingOptions | None = None  # None: the fleet stays as it is
-    targets: LatencyTargets | None = None  # of all requests; of workers only `--queue-policy slo` looks at them
+    targets: LatencyTargets | None = None  # of all requests
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)  # what the router lets in, and when
 
 
@@ -425,7 +425,7 @@ class Fleet:
     def _report_late(self, late: LateRequest) -> None:
         """A worker holds the targets of a request for missed, and refuses it or serves it after all."""
         if one := self._on_their_way.get(late.request.request_id):
-            one.outcome.was_late = True
+            one.outcome.was_late, one.outcome.late_cause = True, late.cause
 
     def _report_blocks(self, worker: SimulatedWorker, stored: bytes, removed: bytes) -> None:
         if worker.address in self._members:

@@ -33,6 +33,7 @@ class RequestOutcome:
     num_hedges: int = 0  # prefill workers asked beside a late one
     is_hedge_won: bool = False  # the one that was asked beside it came first
     was_late: bool = False  # the router or a worker held its targets for missed: it is refused, or served all the same
+    late_cause: str = ""  # `LateRequest.cause` of the worker that said so; empty if it was the router
 
     @property
     def tpot_s(self) -> float | None:
@@ -80,6 +81,7 @@ class Outcome:
         }
         if num_late := sum(one.was_late for one in self.requests):
             found["late"] = num_late
+            found["late_by_others"] = sum(one.late_cause == "others" for one in self.requests)
             # Served after all, these met every target.
             found["late_but_good"] = sum(one.was_late and one.is_good(goodput) for one in served)
         if any(one.queue_s for one in served):

@@ -113,7 +113,6 @@ class SimulatedWorker:
         self._clock = clock
         self._leaps = leaps
         self._host_s = host_s
-        self._by_slack = settings.queue_policy == "slo"
         self._max_batched_tokens = settings.max_num_batched_tokens
         self._emit = emit
         self._report_load = report_load
@@ -194,13 +193,13 @@ class SimulatedWorker:
             return
         scheduler = self.core.scheduler
         # A batch that only goes on, and for whose place nobody waits, is what the scheduler would decide.
-        decodes = scheduler.decodes if self._leaps and not (self._by_slack or scheduler.num_waiting) else []
+        decodes = scheduler.decodes if self._leaps and not (scheduler.goes_by_slack or scheduler.num_waiting) else []
         num_steps = self._num_leapt(decodes)
         if not num_steps:
             output = self._prepare()
             if self._leaps and not output.preempted and all(num == 1 for num in output.num_tokens.values()):
                 decodes = scheduler.decodes
-                if not (self._by_slack and scheduler.num_waiting) and len(decodes) == len(output.num_tokens):
+                if not (scheduler.goes_by_slack and scheduler.num_waiting) and len(decodes) == len(output.num_tokens):
                     num_steps = self._num_leapt(decodes)
         if num_steps:
             for request in decodes:

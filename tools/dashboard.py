@@ -226,9 +226,16 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Too late for their targets",
             "ops",
-            ((rate("baton_worker_late_requests_total", DECODE, "outcome"), "{{outcome}}"),),
-            "Waiting requests that could not meet their latency targets any more (--queue-policy slo): refused, or "
-            "served as best effort.",
+            ((rate("baton_worker_late_requests_total", WORKERS, "outcome, cause"), "{{outcome}}, {{cause}}"),),
+            "Waiting requests that could not meet their latency targets any more: refused, or served as best effort. "
+            "By cause: late even alone, or after others that they would make late.",
+        ),
+        Panel(
+            "Workers that go by slack",
+            "short",
+            ((f"sum by (container) (baton_worker_goes_by_slack{{{WORKERS}}})", "{{container}}"),),
+            "They have requests with latency targets, and know how long steps take (--queue-policy auto); or always go "
+            "by slack (slo).",
         ),
         Panel(
             "Drafted tokens",

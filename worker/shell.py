@@ -202,7 +202,7 @@ class Worker:
 
     def check_priority(self, priority: int) -> None:
         check_priority(priority)
-        if priority and self.settings.queue_policy == "fcfs":
+        if priority and not self.settings.takes_priorities:
             raise InvalidArgumentError(
                 "priority", f"must be 0, not {priority}: requests run in the order of their arrival (--queue-policy)"
             )

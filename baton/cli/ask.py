@@ -180,6 +180,7 @@ def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
     if wide:
         table.add_column("breaker", no_wrap=True)
         table.add_column("step times", no_wrap=True)
+        table.add_column("by slack", no_wrap=True)
     table.add_column("integrity")
     for one in workers:
         counts = [one.num_requests_running, one.num_requests_waiting, one.num_blocks]
@@ -188,6 +189,7 @@ def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
         if wide:
             cells += [str(one.num_queued_prompt_tokens), str(one.num_known_blocks)]
             cells += [f"{one.hit_rate:.0%}", f"{one.tokens_per_second:.1f}", one.breaker, _step_times(one)]
+            cells.append("yes" if one.goes_by_slack else "no")
         table.add_row(*cells, one.integrity)
     width = None if sys.stdout.isatty() else 300  # a pipe has no edge to wrap at
     console = Console(width=width, highlight=False)

@@ -21,6 +21,7 @@ def fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
         num_free_blocks=load.num_free_blocks,
         num_cached_blocks=load.num_cached_blocks,
         num_leases=load.num_leases,
+        goes_by_slack=load.goes_by_slack,
         integrity=worker.integrity,
         dtype=worker.info.dtype,
         dtype_reason=worker.info.dtype_reason,

@@ -130,6 +130,7 @@ class FleetWorker:
     time_error_median: float = 0.0  # of the latest steps, as shares of their times
     time_error_p90: float = 0.0
     time_drifts: bool = False  # steps take other times than it says, all the time
+    goes_by_slack: bool = False  # computes first what has the least time left to meet its latency targets
 
 
 @dataclass(slots=True, frozen=True)

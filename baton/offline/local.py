@@ -140,7 +140,7 @@ class LocalEngine:
         )
         self._drafter = load_draft_model(settings, runner)
         self._made_core: EngineCore | None = self._make_core()
-        self._has_priorities = settings.queue_policy != "fcfs"
+        self._has_priorities = settings.takes_priorities
         limits = ModelLimits(
             model=settings.served_model_name or settings.model,
             max_model_len=runner.info.max_model_len,

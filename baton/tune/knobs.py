@@ -103,7 +103,7 @@ def make_space(settings: TuneSettings, *, longest_prompt: int, has_sessions: boo
         raise ConfigError("queue_policy", f"{settings.queue_policy!r} is not one of {', '.join(queues)}")
     lists: Mapping[str, Iterable[Value]] = {
         "policy": [name for name in policy_names() if name != "session" or has_sessions],
-        "queue_policy": [name for name in queues if name != "priority" and (name != "slo" or has_targets)],
+        "queue_policy": ["fcfs"] if has_targets else [],  # `auto` is `slo` if all have targets, and `fcfs` if none has
         "max_num_batched_tokens": (256, 512, 1024, 2048, 4096, 8192, 16384),
         "chunk_size": (128, 256, 512, 1024, 2048, 4096, 8192),
         "max_num_seqs": (8, 16, 32, 64, 128, 256),

@@ -72,7 +72,7 @@ class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
     max_num_batched_tokens: Positive = _as_in(EngineSettings, "max_num_batched_tokens")
     chunk_size: Positive = _as_in(EngineSettings, "chunk_size")
     announce: Literal["chunk", "end"] = _as_in(EngineSettings, "announce")
-    queue_policy: Literal["fcfs", "priority", "slo"] = _as_in(EngineSettings, "queue_policy")
+    queue_policy: Literal["auto", "fcfs", "priority", "slo"] = _as_in(EngineSettings, "queue_policy")
     slo_late: Literal["refuse", "best-effort"] = _as_in(UpSettings, "slo_late")
     enable_prefix_caching: bool = _as_in(EngineSettings, "enable_prefix_caching")
     lend_blocks: bool = _as_in(ConnectorSettings, "lend_blocks")

@@ -35,7 +35,7 @@ class UpSettings(
     slo_late: Literal["refuse", "best-effort"] = Field(
         "best-effort",
         description="what becomes of a request that cannot meet its latency targets: at the router, as its workers "
-        "predict it, and with --queue-policy slo while it waits at a worker",
+        "predict it, and with --queue-policy auto or slo while it waits at a worker",
     )
     prefill: int = Field(1, ge=0, description="prefill workers")
     decode: int = Field(1, ge=0, description="decode workers")

@@ -89,16 +89,16 @@ class EngineSettings(ModelSettings):
         "ngram (as the text went on where its last tokens stood before), or a smaller model, as --model names one",
     )
     speculation_tokens: Positive = Field(8, description="most tokens of one guess")
-    queue_policy: Literal["fcfs", "priority", "slo"] = Field(
-        "fcfs",
-        description="who is next: who came first, and priorities are refused; or by priority, one step of which is "
-        "worth 10 seconds of waiting; or slo: who has the least time left to meet its latency targets "
-        "(docs/latency-targets.md)",
+    queue_policy: Literal["auto", "fcfs", "priority", "slo"] = Field(
+        "auto",
+        description="who is next. fcfs: who came first, and priorities are refused; priority: one step of it is worth "
+        "10 seconds of waiting; slo: who has the least time left to meet its latency targets "
+        "(docs/latency-targets.md); auto: fcfs, and as slo while requests with targets are here",
     )
     slo_late: Literal["refuse", "best-effort"] = Field(
         "best-effort",
-        description="with --queue-policy slo, what becomes of a waiting request that cannot meet its latency targets "
-        "any more",
+        description="with --queue-policy auto or slo, what becomes of a waiting request that cannot meet its latency "
+        "targets any more, or that would make several others late",
     )
     preemption_mode: Literal["recompute", "swap"] = Field(
         "recompute", description="what happens to a request that has to give its KV blocks back"
@@ -114,6 +114,11 @@ class EngineSettings(ModelSettings):
     cpu_cores: Annotated[tuple[int, ...], BeforeValidator(comma_separated)] = Field(
         (), description="cores that the engine process is pinned to, as 0,1; none pinned if empty"
     )
+
+    @property
+    def takes_priorities(self) -> bool:
+        """Whether a request may have another priority than 0."""
+        return self.queue_policy in ("priority", "slo")
 
 
 class ConnectorSettings(Settings):

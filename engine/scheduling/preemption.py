@@ -10,7 +10,10 @@ from engine.request import Request
 
 
 def victim(
-    needy: Request, running: Sequence[Request], in_step: Container[Request], policy: Literal["fcfs", "priority", "slo"]
+    needy: Request,
+    running: Sequence[Request],
+    in_step: Container[Request],
+    policy: Literal["auto", "fcfs", "priority", "slo"],
 ) -> Request | None:
     """The request that gives its blocks back for `needy`. Among the requests that are not in this step already: the
     request admitted last; by priority, the request that would be last in the queue; by slack, the request that has the

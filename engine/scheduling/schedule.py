@@ -18,7 +18,7 @@ class SchedulerConfig:
     chunk_size: int  # most tokens of one prompt in one step
     max_model_len: int
     eos_token_ids: frozenset[int]
-    queue_policy: Literal["fcfs", "priority", "slo"] = "fcfs"
+    queue_policy: Literal["auto", "fcfs", "priority", "slo"] = "fcfs"
     slo_late: Literal["refuse", "best-effort"] = "best-effort"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     announce: Literal["chunk", "end"] = "chunk"  # end: a prefill's blocks are published only when all are computed
@@ -28,11 +28,13 @@ class SchedulerConfig:
 
 @dataclass(slots=True, frozen=True)
 class LateRequest:
-    """A newcomer that cannot meet its latency targets any more. Told once of each."""
+    """A request of which nothing is computed yet, and that cannot meet its latency targets any more. Told once of
+    each."""
 
     request: Request
     reason: str
     is_refused: bool  # it has ended; else it goes on as best effort
+    cause: Literal["late", "others"] = "late"  # others: it is late after those that it would make late
 
 
 @dataclass(slots=True)

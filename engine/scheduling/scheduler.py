@@ -6,7 +6,8 @@ request that was admitted last gives its blocks back. A request whose KV comes f
 `WaitingRoom`, and `take_back` brings it back.
 
 With the policy `slo` and a model of time, a step is bounded by time, too, and its order is that of slack
-(`engine.scheduling.slack`). Without a model that policy is `priority`.
+(`engine.scheduling.slack`). Without a model that policy is `priority`. `auto` is `fcfs`, and by slack as long as a
+request with latency targets is here and there is a model of time.
 
 A step may check tokens beyond those that it has to compute (`engine.speculation`). They get what the decodes left of
 the budget, and no request is preempted for them.
@@ -52,11 +53,16 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # every request that is not finished, or that is leased
         self._waiting_room = room  # parked: WAITING_FOR_REMOTE_KV
         self._equal_prompts = EqualPrompts(blocks, room)
-        self._slack: SlackPolicy | None = None
+        self._slack: SlackPolicy | None = None  # while it orders requests
+        self._slack_at_rest: SlackPolicy | None = None  # of `auto`, while it does not
+        self._with_targets: set[Request] = set()  # of `auto`: those that are not finished
         self._waiting: WaitingQueue
         if config.queue_policy == "slo":
             self._slack = SlackPolicy(config, blocks, batch_time)
             self._waiting = SlackQueue(self._equal_prompts)
+        elif config.queue_policy == "auto":
+            self._slack_at_rest = SlackPolicy(config, blocks, batch_time)
+            self._waiting = WaitingQueue("fcfs", self._equal_prompts)
         else:
             self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
         self._running: list[Request] = []  # in the order of admission
@@ -68,6 +74,8 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id} exists already")
         self.requests[request.request_id] = request
+        if request.targets is not None and self.config.queue_policy == "auto":
+            self._with_targets.add(request)
         if self._slack is not None:
             self._slack.enter(request)
         self._waiting.add(request)
@@ -79,6 +87,8 @@ class Scheduler:
         else:
             self._running.append(request)
             self._sums.note(request)
+            if self._slack is not None:
+                self._slack.taken_back(request)
 
     def release(self, request_id: str) -> None:
         """Ends a request in any state, also a leased one. Blocks that a transfer holds become free when the transfer
@@ -98,6 +108,7 @@ class Scheduler:
             self._offer(request)
             request.status = RequestStatus.FINISHED_LEASED
             self._sums.note(request)
+            self._with_targets.discard(request)
 
     @property
     def has_work(self) -> bool:
@@ -123,6 +134,13 @@ class Scheduler:
         return self._waiting.num_held_back
 
     @property
+    def goes_by_slack(self) -> bool:
+        """Whether the order is that of slack."""
+        if self._slack is None or not self._slack.knows_times:
+            return False
+        return self.config.queue_policy == "slo" or bool(self._with_targets)
+
+    @property
     def num_leases(self) -> int:
         return sum(request.status is RequestStatus.FINISHED_LEASED for request in self.requests.values())
 
@@ -138,6 +156,8 @@ class Scheduler:
 
     def queued_by_slack(self, now: float) -> tuple[int, ...]:
         """See `WorkerLoad`."""
+        if self._slack_at_rest is not None and self._slack_at_rest.would_know_times:
+            return (0,) * len(SLACKS_S)
         if self._slack is None or not self._slack.knows_times:
             return ()
         num_tokens = [0] * (len(SLACKS_S) + 1)
@@ -162,6 +182,7 @@ class Scheduler:
     def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
         """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
         output = SchedulerOutput()
+        self._choose_order(now)
         if self._slack is not None and self._takes_times(self._slack, now):
             self._schedule_by_slack(self._slack, output, now, drafts)
             output.host_copies = self.blocks.take_copies()
@@ -193,7 +214,12 @@ class Scheduler:
         if num_new <= 0:
             return
         while not self.blocks.append(request, request.num_computed_tokens + num_new):
-            other = victim(request, self._running, output.num_tokens, self.config.queue_policy)
+            other = victim(
+                request,
+                self._running,
+                output.num_tokens,
+                self.config.queue_policy if self._slack is None else "slo",
+            )
             if other is None:
                 return
             self._preempt(other, output)
@@ -234,6 +260,39 @@ class Scheduler:
         self._waiting.put_first(request)
 
     # ------------------------------------------------------------------------------------------- by slack
+
+    def _choose_order(self, now: float) -> None:
+        """With `auto`: by slack once a request with targets is here and it is known how long steps take, until no such
+        request is left."""
+        if self._slack_at_rest is None:
+            if self._slack is not None and self.config.queue_policy == "auto" and not self._with_targets:
+                self._go_by_arrival(self._slack)
+        elif self._with_targets:
+            self._slack_at_rest.begin(now)
+            if self._slack_at_rest.knows_times:
+                self._go_by_slack(self._slack_at_rest)
+
+    def _go_by_slack(self, slack: SlackPolicy) -> None:
+        self._slack, self._slack_at_rest = slack, None
+        queue = SlackQueue(self._equal_prompts)
+        for request in self._waiting:
+            slack.enter(request)
+            queue.add(request)
+        queue.num_held_back = self._waiting.num_held_back
+        self._waiting = queue
+
+    def _go_by_arrival(self, slack: SlackPolicy) -> None:
+        """All is as if it had always been so: who had begun is first, and then each in the order in which it came."""
+        self._slack, self._slack_at_rest = None, slack
+        slack.rest()
+        queue = WaitingQueue("fcfs", self._equal_prompts)
+        for request in self.requests.values():
+            request.pace = None
+        waiting = [one for one in self.requests.values() if one in self._waiting]
+        for request in sorted(waiting, key=lambda one: one.scheduled_time is None):
+            queue.add(request)
+        queue.num_held_back = self._waiting.num_held_back
+        self._waiting = queue
 
     def _takes_times(self, slack: SlackPolicy, now: float) -> bool:
         """Begins a step by slack. False if nobody knows how long steps take."""
@@ -331,6 +390,7 @@ class Scheduler:
         """Parks newcomers from the queue's head, in mid-step. Stops if a block would be copied to host memory: a device
         copies after the step, and a fetch into the block does not wait for that."""
         output, nothing = SchedulerOutput(), StepBudget(0, self.config.chunk_size)
+        self._choose_order(now)
         if self._slack is not None and self._slack.knows_times:
             self._slack.look_ahead(self._running, self._waiting_room, now)
         while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):
@@ -420,6 +480,7 @@ class Scheduler:
                 self._running.remove(request)
                 request.status = RequestStatus.FINISHED_LEASED
                 self._sums.note(request)
+                self._with_targets.discard(request)
                 result.tokens.append(NewToken(request, news[0], None))
                 continue
             result.tokens.append(self.append(request, news[0]))
@@ -491,6 +552,7 @@ class Scheduler:
         self._sums.note(request)
         if self._slack is not None:
             self._slack.forget(request)
+        self._with_targets.discard(request)
         self.blocks.free(request)
         del self.requests[request.request_id]
 

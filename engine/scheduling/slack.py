@@ -12,13 +12,15 @@ is best effort: it is due `BEST_EFFORT_S` after its arrival, so its slack shrink
                tokens for one whole chunk; chunks are cut to the time that decodes and prompts before them leave
                (`TimeBudget`)
     newcomers  wait while one more decode would make each step too long for the tightest TPOT target
-    late       a prompt that cannot be in time, or that would make several others late, goes after all that can;
-               best effort that has waited too long gets `LATE_SHARE` of the time, so nobody starves
+    late       a prompt that cannot be in time, or that would make several others late, goes after all that can, and
+               so does best effort whose time is over; what has waited too long gets `LATE_SHARE` of the time, so
+               nobody starves
 
 Orders by deadlines fail if there is more work than time, since then each request is begun when it is just too late
 (Buttazzo et al., 1995). So requests leave the order as soon as they are expected to be late: by how many times as long
 as alone prompts have lately taken beside others or, if a prefill worker computes the prompt, by how often first tokens
-come from there. They are called late, and may be refused, only if even alone they would be.
+come from there. They are called late, and may be refused, only if even alone they would be; or, if they would make
+several others late, if even alone they would be after those.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Literal
 
 from common.batch_time import BatchTime, StepShape, chunk_shape
 from engine.blocks.block_manager import BlockManager
@@ -67,6 +70,14 @@ class _Rows:
         self.longest = max(self.longest, context)
 
 
+@dataclass(slots=True, frozen=True)
+class _Harm:
+    """What a prompt does to the next ones in the order if it goes first."""
+
+    num_late: int  # are late, and are not if it does not
+    behind_s: float  # those that are in time without it take so long, each alone
+
+
 class SlackPolicy:
     def __init__(
         self, config: SchedulerConfig, blocks: BlockManager, batch_time: Callable[[], BatchTime | None]
@@ -84,6 +95,7 @@ class SlackPolicy:
         self._overdue: Request | None = None  # the prompt that is overdue for the longest
         self._share_at: float | None = None  # when nothing was overdue, or such a prompt got its share
         self._watched: list[tuple[float, int, Request]] = []  # heap: when newcomers are late if they do not begin
+        self._fallen_back: list[Request] = []  # no prefill worker computes their prompts, which nobody looked at yet
         self._numbers = count()
         self._targets_at = -math.inf  # when the last request with targets came
         self._ahead = _Rows()  # requests with a TPOT target that decode now or soon
@@ -97,6 +109,11 @@ class SlackPolicy:
     @property
     def knows_times(self) -> bool:
         return self._time is not None
+
+    @property
+    def would_know_times(self) -> bool:
+        """Whether it will if it begins a step now."""
+        return self._batch_time() is not None
 
     # ---------------------------------------------------------------------------------------- before a step
 
@@ -189,6 +206,16 @@ class SlackPolicy:
 
     # ------------------------------------------------------------------------------------------------ late
 
+    def taken_back(self, request: Request) -> None:
+        """What prefill workers bring of its prompt is here. If that is nothing, it is as late as a newcomer can be."""
+        if self._time is not None and request.fallback_reason and self._is_untouched(request):
+            self._fallen_back.append(request)
+
+    @staticmethod
+    def _is_untouched(request: Request) -> bool:
+        """Whether nobody has computed anything for it."""
+        return not request.num_output_tokens and request.num_computed_tokens <= request.num_cached_tokens
+
     def _watch(self, request: Request, pace: Pace) -> None:
         too_late = pace.target_due - pace.work_s
         has_decodes = request.mode is not RequestMode.PREFILL
@@ -217,7 +244,7 @@ class SlackPolicy:
                 tpot_ms = 1000 * (pace.tpot_s or 0.0) / (1 - PACE_MARGIN)
                 reason = f"no step is as short as its target for a token, {tpot_ms:g} ms"
                 pace.tpot_s = None
-                if not self._refuses(request):  # its first token may be in time
+                if not self._refuses:  # its first token may be in time
                     pace.is_told = True
                     late.append(LateRequest(request, reason, is_refused=False))
                     continue
@@ -226,37 +253,64 @@ class SlackPolicy:
                 if pace.target_due - pace.work_s >= now:
                     self._watch(request, pace)
                     continue
-                left_ms = 1000 * (pace.target_due - now)
-                due = f"is due in {left_ms:.0f} ms" if left_ms > 0 else f"was due {-left_ms:.0f} ms ago"
-                reason = f"its first token takes another {1000 * pace.work_s:.0f} ms and {due}"
-            pace.is_told = True
-            late.append(LateRequest(request, reason, is_refused=self._refuses(request)))
-            self._give_up(request, pace)
+                reason = _takes_too_long(pace, now)
+            late.append(self._told(request, pace, reason))
             queue.move(request)
-        self._move_late(queue, now)
+        late += self._late_fallbacks(now)
+        late += self._move_late(queue, now)
         return late
 
-    def _refuses(self, request: Request) -> bool:
-        """A prefill is not refused: its decode worker would compute it."""
-        return self._config.slo_late == "refuse" and request.mode is not RequestMode.PREFILL
+    def _late_fallbacks(self, now: float) -> list[LateRequest]:
+        """Of requests whose prompts no prefill worker computes: those that cannot be in time here, either."""
+        late: list[LateRequest] = []
+        for request in self._fallen_back:
+            if request.status is not RequestStatus.RUNNING or (pace := self._pace(request)).is_told:
+                continue
+            self._predict_work(request, pace)
+            if pace.target_due - pace.work_s < now and not request.is_follow_up and self._is_untouched(request):
+                reason = f"{_takes_too_long(pace, now)}; {request.fallback_reason}"
+                late.append(self._told(request, pace, reason))
+        self._fallen_back.clear()
+        return late
 
-    def _move_late(self, queue: SlackQueue, now: float) -> None:
-        """Each request moves once, so that this is constant work for each."""
+    def _told(
+        self, request: Request, pace: Pace, reason: str, cause: Literal["late", "others"] = "late"
+    ) -> LateRequest:
+        """It is best effort from now on, or ends."""
+        pace.is_told = True
+        self._give_up(request, pace)
+        return LateRequest(request, reason, self._refuses, cause)
+
+    @property
+    def _refuses(self) -> bool:
+        return self._config.slo_late == "refuse"
+
+    def _move_late(self, queue: SlackQueue, now: float) -> list[LateRequest]:
+        """Each request moves once, so that this is constant work for each. Returns those that would make several others
+        late, and are late if these go first."""
+        late: list[LateRequest] = []
         while (head := queue.head) is not None and head.scheduled_time is None and (pace := head.pace) is not None:
             if not pace.has_target:
                 # Best effort stays in the order of its arrival: not before what has to go last and came earlier.
-                if now <= pace.overdue_at and pace.due <= queue.late_due:
-                    return
+                if now <= pace.due and pace.due <= queue.late_due:
+                    break
                 pace.is_late = True
-            elif self._may_be_in_time(head, pace, now) and self._harm(head, queue, now) <= MOST_HARM:
-                return
-            else:
+            elif head.is_follow_up:  # a further step of a search goes on however late it is, as a decode does
+                break
+            elif pace.due - self._expected_s(head, pace) < now:
                 self._give_up(head, pace)
+            elif (harm := self._harm(head, queue, now)).num_late <= MOST_HARM:
+                break
+            elif now + harm.behind_s + pace.work_s <= pace.target_due or pace.is_told:
+                self._give_up(head, pace)
+            else:
+                reason = (
+                    f"it would make {harm.num_late} others late, and it waits {1000 * harm.behind_s:.0f} ms if they go "
+                    f"first: {_takes_too_long(pace, now)}"
+                )
+                late.append(self._told(head, pace, reason, "others"))
             queue.move(head)
-
-    def _may_be_in_time(self, request: Request, pace: Pace, now: float) -> bool:
-        """A further step of a search goes on however late it is, as a decode does."""
-        return request.is_follow_up or pace.due - self._expected_s(request, pace) >= now
+        return late
 
     @staticmethod
     def _give_up(request: Request, pace: Pace) -> None:
@@ -268,12 +322,11 @@ class SlackPolicy:
             return (self._num_asked + 1) * self._remote_s  # those before it come first (Little's law)
         return pace.work_s * self._stretch
 
-    def _harm(self, request: Request, queue: SlackQueue, now: float) -> int:
-        """How many of the next requests are late if this one goes first, and are not if it does not."""
+    def _harm(self, request: Request, queue: SlackQueue, now: float) -> _Harm:
         if request.pace is None or request.mode is RequestMode.REMOTE:
-            return 0
+            return _Harm(0, 0.0)
         without, beside = now, now + self._expected_s(request, request.pace)
-        num_lost = 0
+        num_lost, behind_s = 0, 0.0
         for other in queue.on_time_after(request, SIGHT):
             pace = other.pace
             if pace is None or not pace.has_target or other.mode is RequestMode.REMOTE:
@@ -281,11 +334,12 @@ class SlackPolicy:
             work_s = self._expected_s(other, pace)
             if without + work_s <= pace.due:
                 without += work_s
+                behind_s += pace.work_s
                 num_lost += 1
             if beside + work_s <= pace.due:
                 beside += work_s
                 num_lost -= 1
-        return num_lost
+        return _Harm(num_lost, behind_s)
 
     # --------------------------------------------------------------------------------------------- decodes
 
@@ -405,7 +459,7 @@ class SlackPolicy:
                 self._predict_work(request, pace)
             if pace.has_target and not request.num_output_tokens and pace.target_due - pace.work_s < now:
                 pace.has_target, pace.is_late = False, True  # `due` stays: its blocks are free the sooner it ends
-            elif not pace.has_target and pace.overdue_at < now:
+            elif not pace.has_target and pace.due < now:
                 pace.is_late = True
             ordered.append(request)
         return sorted(ordered, key=_order)
@@ -532,6 +586,16 @@ class SlackPolicy:
         """The request has ended, or was preempted."""
         self._admitted.pop(request, None)
 
+    def rest(self) -> None:
+        """No request with targets is left: forgets all requests, and what was decided for them."""
+        self.pause()
+        self._watched.clear()
+        self._fallen_back.clear()
+        self._admitted.clear()
+        self._finishing.clear()
+        self._overdue = self._share_at = None
+        self._num_parked = self._num_asked = 0
+
     def pause(self) -> None:
         """The time until the next step says nothing of what the host does between two steps."""
         self._last_step = None
@@ -555,6 +619,12 @@ class SlackPolicy:
             pace = request.pace = self._new_pace(request)
             self._predict_work(request, pace)
         return request.pace
+
+
+def _takes_too_long(pace: Pace, now: float) -> str:
+    left_ms = 1000 * (pace.target_due - now)
+    due = f"is due in {left_ms:.0f} ms" if left_ms > 0 else f"was due {-left_ms:.0f} ms ago"
+    return f"its first token takes another {1000 * pace.work_s:.0f} ms and {due}"
 
 
 def _order(request: Request) -> tuple[bool, float]:

@@ -119,12 +119,13 @@ class SlackQueue(WaitingQueue):
         return self._requests[first : min(first + most, self._num_on_time)]
 
     def overdue(self, now: float) -> Request | None:
-        """The first of the late requests, if it has waited too long."""
+        """The first of the late requests that has waited too long. One of high priority may be before it, of which only
+        the time is over that its priority gives it."""
         index = self._num_on_time
-        if index == len(self._requests):
-            return None
-        request = self._requests[index]
-        return request if request.pace is not None and request.pace.overdue_at < now else None
+        for request in self._requests[index : index + MOST_AHEAD]:
+            if request.pace is not None and request.pace.overdue_at < now:
+                return request
+        return None
 
     @property
     def late_due(self) -> float:
@@ -145,6 +146,7 @@ class SlackQueue(WaitingQueue):
 
 
 _HEAD, _ON_TIME, _LATE = -1, 0, 1
+MOST_AHEAD = 16  # late requests that may be before the one that has waited too long
 
 
 def _goes_before(newcomer: Request, other: Request) -> bool:

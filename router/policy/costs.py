@@ -215,7 +215,7 @@ def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s:
     """
     time, beside = _time(endpoint), decodes_of(endpoint) if endpoint.can_decode else NO_DECODES
     load, num_unreported = endpoint.load, endpoint.num_unreported_tokens
-    if len(load.queued_by_slack) == len(SLACKS_S):
+    if len(load.queued_by_slack) == len(SLACKS_S) and (left_s is not None or load.goes_by_slack):
         num_before = load.num_queued_prompt_tokens
         if left_s is not None:
             num_before = _within(load.queued_by_slack, left_s - prompt_s(time, num_missing, num_cached))

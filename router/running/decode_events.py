@@ -119,9 +119,11 @@ class PrefillBlame:
         """`prefill`: those that the decode worker may ask, in that order."""
         self._prefill = prefill
         self._blamed: set[str] = set()
+        self._refused: set[str] = set()  # did nothing wrong: nothing more is concluded of them
 
     def __contains__(self, endpoint: Endpoint) -> bool:
-        return endpoint.address in self._blamed
+        """Whether it is known how the worker did."""
+        return endpoint.address in self._blamed or endpoint.address in self._refused
 
     def told(self, event: decode_pb2.DecodeEvent) -> list[Endpoint]:
         """The prefill workers that `event`, which has a report, is the first to blame.
@@ -129,7 +131,11 @@ class PrefillBlame:
         Older decode workers send no names: their report only counts replacements, and says whether a worker that was
         asked beside the first one won. The counts are only read if the event has no names, since they do not tell which
         of two workers failed."""
-        named = {*event.blamed_prefill_addresses} or self._counted(event.report)
+        refused = {*event.refused_prefill_addresses}
+        self._refused.update(one.address for one in self._prefill if one.address in refused)
+        named = {*event.blamed_prefill_addresses}
+        if not named and not self._refused:
+            named = self._counted(event.report)
         found = [one for one in self._prefill if one.address in named and one not in self]
         self._blamed.update(one.address for one in found)
         return found

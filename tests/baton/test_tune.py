@@ -94,9 +94,8 @@ def test_what_is_given_stays_as_it_is() -> None:
 def test_only_what_the_traffic_can_tell_apart_is_searched() -> None:
     assert "session" not in values_of(space_of(), "policy")
     assert "session" in values_of(space_of(sessions=True), "policy")
-    assert "slo" in values_of(space_of(), "queue_policy")
-    assert "slo" not in values_of(space_of(targets=False), "queue_policy")
-    assert "priority" not in values_of(space_of(), "queue_policy")
+    assert values_of(space_of(), "queue_policy") == ("auto", "fcfs")
+    assert values_of(space_of(targets=False), "queue_policy") == ("auto",)
     assert values_of(space_of(longest=300), "min_remote_tokens") == (None, 64, 128, 256)
 
 
@@ -261,7 +260,9 @@ def test_the_files_are_read_by_those_they_are_for(tuned: Tuned, tmp_path: Path) 
     assert [values[role]["replicas"] for role in ("prefill", "decode", "both")] == [up.prefill, up.decode, up.both]
 
 
-@pytest.mark.parametrize(("queue", "targets"), [("slo", (150.0, 10.0)), ("fcfs", (None, None))])
+@pytest.mark.parametrize(
+    ("queue", "targets"), [("auto", (150.0, 10.0)), ("slo", (150.0, 10.0)), ("fcfs", (None, None))]
+)
 def test_a_router_gives_targets_where_workers_go_by_them(
     tuned: Tuned, queue: str, targets: tuple[float | None, ...], tmp_path: Path
 ) -> None:
@@ -270,7 +271,7 @@ def test_a_router_gives_targets_where_workers_go_by_them(
     (tmp_path / "router.yaml").write_text(texts["router.yaml"])
     router = load(RouterCommandSettings, {}, environ={}, config=str(tmp_path / "router.yaml"))
     assert (router.slo_ttft_ms, router.slo_tpot_ms) == targets
-    assert ("BATON_SLO_TTFT_MS=150 BATON_SLO_TPOT_MS=10 baton up" in texts["up.yaml"]) == (queue == "slo")
+    assert ("BATON_SLO_TTFT_MS=150 BATON_SLO_TPOT_MS=10 baton up" in texts["up.yaml"]) == (queue != "fcfs")
 
 
 def test_given_settings_of_connectors_are_the_chart_s_too() -> None:

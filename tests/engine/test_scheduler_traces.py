@@ -32,8 +32,10 @@ TRACES = sorted((Path(__file__).parent / "traces").glob("*.trace"))
 class Script:
     """Runs a trace's inputs; `lines` are the inputs with the decisions that followed."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str = "fcfs") -> None:
+        """`policy`: of an engine for which the trace names none."""
         self.lines: list[str] = []
+        self._policy = policy
         self.time = 0.0
         self.model: BatchTime | None = None  # if times count, each step takes what it says; else a second
         self.scheduler: Scheduler | None = None
@@ -71,13 +73,14 @@ class Script:
             eos_token_ids=frozenset(),
             preemption_mode=options.get("preemption", "recompute"),  # type: ignore[arg-type] # a word of the trace
             announce=options.get("announce", "chunk"),  # type: ignore[arg-type] # likewise
-            queue_policy=options.get("policy", "fcfs"),  # type: ignore[arg-type] # likewise
+            queue_policy=options.get("policy", self._policy),  # type: ignore[arg-type] # likewise
             slo_late=options.get("late", "best-effort"),  # type: ignore[arg-type] # likewise
         )
         if config.queue_policy == "slo":
             self.model = linear_time(0.010, 0.001)
         self.waiting_room = WaitingRoom(blocks)
-        self.scheduler = Scheduler(config, blocks, self.waiting_room, lambda: self.model)
+        known = linear_time(0.010, 0.001) if config.queue_policy == "auto" else self.model
+        self.scheduler = Scheduler(config, blocks, self.waiting_room, lambda: known)
 
     def do_add(self, name: str, **options: str) -> None:
         first, last = map(int, options["prompt"].split(".."))
@@ -201,6 +204,12 @@ def test_trace(path: Path) -> None:
     if os.environ.get("UPDATE_TRACES"):
         path.write_text(got)
     assert got == wanted
+
+
+@pytest.mark.parametrize("path", [one for one in TRACES if one.stem != "slo"], ids=lambda path: path.stem)
+def test_without_targets_auto_decides_as_fcfs(path: Path) -> None:
+    wanted = path.read_text()
+    assert Script("auto").run(wanted) == wanted
 
 
 def test_there_are_traces() -> None:

@@ -1,4 +1,4 @@
-"""`--queue-policy slo`: who is computed when, on a device whose steps take 10 ms and one more for each token."""
+"""`--queue-policy slo` and `auto`: who is computed when, if a step takes 10 ms and one more for each token."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import metrics
 from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
 from common.sampling import SamplingParams
@@ -57,6 +58,7 @@ class Timed:
         tpot_ms: float | None = None,
         age_s: float = 0.0,
         priority: int = 0,
+        mode: m.RequestMode = m.RequestMode.LOCAL,
     ) -> None:
         number = next(self._numbers)
         add(
@@ -67,18 +69,20 @@ class Timed:
             targets=None if ttft_ms is None and tpot_ms is None else LatencyTargets(ttft_ms, tpot_ms),
             asked_time=self.device.now - age_s,
             priority=priority,
+            mode=mode,
         )
 
     def step(self, times: int = 1) -> bool:
         for _ in range(times):
-            if not self.core.step():
-                return False
+            has_computed = self.core.step()
             for event in self.core.take_events():
                 if isinstance(event, m.TokensGenerated):
                     self.token_times.setdefault(event.request_id, []).extend([self.device.now] * len(event.tokens))
                     self.preempted[event.request_id] = event.num_preemptions
                 elif isinstance(event, m.RequestFailed):
                     self.failures[event.request_id] = event
+            if not has_computed:
+                return False
         return True
 
     def run(self) -> None:
@@ -281,6 +285,47 @@ def test_a_prompt_that_makes_several_others_late_goes_after_them() -> None:
     assert engine.order == ["runs", "0", "1", "2", "3", "huge"]
 
 
+@pytest.mark.parametrize("late", ["refuse", "best-effort"])
+@pytest.mark.parametrize("mode", [m.RequestMode.LOCAL, m.RequestMode.PREFILL])
+@pytest.mark.parametrize(("ttft_ms", "is_told"), [(1_700, True), (2_200, False)])
+def test_who_would_make_several_others_late_is_refused_if_it_is_late_after_them(
+    ttft_ms: float, is_told: bool, mode: m.RequestMode, late: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    counter = metrics.worker_late_requests.labels("refused" if late == "refuse" else "best_effort", "others")
+    before = counter._value.get()
+    engine = Timed(max_num_seqs=1, chunk_size=2048, slo_late=late)
+    engine.ask("runs", 10, 2)
+    engine.step()
+    engine.ask("huge", 1500, ttft_ms=ttft_ms, mode=mode)
+    for number in range(4):
+        engine.ask(str(number), 100, ttft_ms=1000)
+    engine.step(12)
+    assert engine.order[:5] == ["runs", "0", "1", "2", "3"]
+    told = [vars(one)["cause"] for one in caplog.records if "latency targets" in one.message]
+    assert told == ["others"] * is_told
+    assert counter._value.get() - before == is_told
+    if is_told and late == "refuse":
+        assert "would make 4 others late, and it waits 440 ms" in engine.failures["huge"].reason
+        assert "huge" not in engine.token_times
+    else:
+        assert not engine.failures
+        assert (engine.token_times["huge"][0] <= ttft_ms / 1000) is not is_told, "who says nothing is in time"
+
+
+def test_a_further_step_of_a_search_is_not_put_behind_those_that_it_makes_late() -> None:
+    engine = Timed(max_num_seqs=1, chunk_size=2048, slo_late="refuse")
+    engine.ask("runs", 10, 2)
+    engine.step()
+    targets = LatencyTargets(1_700, None)
+    add(engine.core, "step", [1] * 1500, 1, targets=targets, asked_time=engine.device.now, is_follow_up=True)
+    for number in range(4):
+        engine.ask(str(number), 100, ttft_ms=1000)
+    engine.run()
+    assert engine.order[:2] == ["runs", "step"]
+    assert "step" not in engine.failures
+
+
 def test_nobody_starves() -> None:
     """Prompts with targets come faster than they can be computed; one without any is answered nevertheless."""
     time = linear_time(0.1, 0.01)
@@ -435,6 +480,53 @@ def test_best_effort_of_high_priority_is_first_however_high_it_is(priority: int)
     assert engine.order == ["runs", "urgent", "normal"]
 
 
+@pytest.mark.parametrize("priority", [-2, -3, -50])
+@pytest.mark.parametrize("num_running", [0, 1])
+def test_best_effort_does_not_go_before_requests_with_targets_once_its_time_is_over(
+    priority: int, num_running: int
+) -> None:
+    """However high its priority is: as a prompt that waits, and as one that runs in chunks."""
+    engine = Timed(max_num_seqs=8, max_num_batched_tokens=64, chunk_size=64)
+    engine.ask("best effort", 640, priority=priority)
+    engine.step(num_running)
+    engine.device.now += 20.0  # less than after which best effort has waited too long
+    for number in range(3):
+        engine.ask(str(number), 100, ttft_ms=2_000)
+    engine.run()
+    assert engine.order[-1] == "best effort"
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    patient=st.lists(
+        st.tuples(st.integers(1, 250), st.sampled_from((-50, -3, -1, 0, 1)), st.integers(0, 12)),
+        min_size=1,
+        max_size=4,
+    ),
+    policy=st.sampled_from(("slo", "auto")),
+)
+def test_best_effort_of_any_priority_is_answered_in_a_time_that_is_bounded(
+    patient: list[tuple[int, int, int]], policy: str
+) -> None:
+    """Though requests with targets ask for three times as much as there is. `patient`: tokens, priority, and when."""
+    time = linear_time(0.1, 0.01)
+    engine = Timed(time=time, queue_policy=policy, slo_late="refuse", max_num_batched_tokens=128, chunk_size=128)
+    numbers = itertools.count()
+    to_come = sorted(enumerate(patient), key=lambda one: one[1][2])
+    alone_s = sum(0.01 * num_prompt + 0.1 * (num_prompt // 128 + 1) for num_prompt, _, _ in patient)
+    while sum(name.startswith("patient") for name in engine.token_times) < len(patient):
+        while to_come and to_come[0][1][2] <= engine.device.now:
+            number, (num_prompt, priority, _) = to_come.pop(0)
+            engine.ask(f"patient {number}", num_prompt, priority=priority)
+        for _ in range(3):
+            engine.ask(str(next(numbers)), 100, ttft_ms=10_000, tpot_ms=3000)
+        engine.step()
+        # The last one comes after 12 s and has a priority of 10 s. All have waited too long 30 s after that, and then
+        # have an eighth of the time, one after the other.
+        assert engine.device.now < 12 + 10 + BEST_EFFORT_S + 12 * alone_s + 10
+    engine.run()
+
+
 @pytest.mark.parametrize("num_prompt", [1, 3, 12, 16])
 def test_a_short_prompt_that_waited_too_long_gets_its_share(num_prompt: int) -> None:
     """Though decodes take all the time that their targets leave."""
@@ -461,6 +553,132 @@ def test_a_prefill_has_no_target_for_tokens_to_miss(caplog: pytest.LogCaptureFix
     engine.step(3)
     assert "prefill" in engine.token_times
     assert not [one for one in caplog.records if "latency targets" in one.message]
+
+
+@pytest.mark.parametrize("late", ["refuse", "best-effort"])
+def test_a_prefill_worker_refuses_what_cannot_be_in_time(late: str) -> None:
+    engine = Timed(slo_late=late)
+    engine.ask("late", 100, ttft_ms=100, mode=m.RequestMode.PREFILL)
+    engine.ask("in time", 100, ttft_ms=5000, mode=m.RequestMode.PREFILL)
+    engine.step(5)
+    if late == "refuse":
+        assert engine.order == ["in time"]
+        assert engine.failures["late"].grpc_code == "RESOURCE_EXHAUSTED"
+        assert "its first token takes another 110 ms" in engine.failures["late"].reason
+    else:
+        assert engine.order == ["in time", "late"], "it is held back"
+    for name in ("late", "in time"):
+        engine.core.handle(m.Release(name))
+    engine.step()
+    assert_idle(engine.core)
+
+
+@pytest.mark.parametrize("late", ["refuse", "best-effort"])
+@pytest.mark.parametrize(("ttft_ms", "is_late"), [(500, False), (150, True)])
+def test_who_no_prefill_worker_computes_in_time_may_be_refused_by_its_decode_worker(
+    ttft_ms: float, is_late: bool, late: str
+) -> None:
+    engine = Timed(slo_late=late)
+    engine.ask("remote", 100, 2, ttft_ms=ttft_ms, mode=m.RequestMode.REMOTE)
+    engine.step()
+    assert [type(event) for event in engine.core.take_events()] != [m.RequestFailed]
+    engine.device.now += 0.1
+    engine.core.handle(m.RemotePrefillFailed("remote", "prefill worker a:1: RESOURCE_EXHAUSTED: too late"))
+    engine.run()
+    if is_late and late == "refuse":
+        reason = engine.failures["remote"].reason
+        assert "takes another 110 ms and is due in 50 ms; prefill worker a:1: RESOURCE_EXHAUSTED" in reason
+        assert not engine.token_times
+    else:
+        assert not engine.failures
+        assert len(engine.token_times["remote"]) == 2
+
+
+def test_a_prompt_of_which_a_prefill_worker_brought_a_part_is_not_refused() -> None:
+    engine = Timed(slo_late="refuse", num_blocks=60)
+    engine.ask("remote", 100, 2, ttft_ms=150, mode=m.RequestMode.REMOTE)
+    engine.step()
+    scheduler = engine.core.scheduler
+    request = scheduler.requests["remote"]
+    engine.device.now += 0.2
+    engine.core.handle(m.RemotePrefillFailed("remote", "it died"))
+    request.num_computed_tokens = 3 * BLOCK_SIZE  # as if three blocks had come
+    engine.step(3)
+    assert not engine.failures
+    assert len(engine.token_times["remote"]) == 2
+
+
+def test_auto_goes_by_slack_while_a_request_with_targets_is_here() -> None:
+    engine = Timed(queue_policy="auto", max_num_seqs=1)
+    engine.ask("runs", 10, 5)
+    engine.step()
+    for name in ("first", "second"):
+        engine.ask(name, 10)
+    engine.step()
+    assert not engine.core.load.goes_by_slack
+    engine.ask("soon", 10, 3, ttft_ms=500)
+    engine.step()
+    assert engine.core.load.goes_by_slack
+    while "soon" not in engine.token_times:
+        engine.step()
+    assert metrics.worker_goes_by_slack._value.get() == 1
+    while engine.core.scheduler.requests.get("soon") is not None:
+        engine.step()
+    assert not engine.core.load.goes_by_slack
+    assert metrics.worker_goes_by_slack._value.get() == 0
+    engine.ask("third", 10)
+    engine.run()
+    assert engine.order == ["runs", "soon", "first", "second", "third"]
+    assert engine.preempted["runs"] == 0
+
+
+def test_auto_goes_back_to_the_order_of_arrival() -> None:
+    """Whoever had begun is first. A request with targets may end anywhere: waiting, too."""
+    engine = Timed(queue_policy="auto", max_num_seqs=2)
+    engine.ask("long", 10, 200)
+    engine.step()
+    engine.ask("longer", 10, 300)
+    engine.step(3)
+    for number in range(4):
+        engine.ask(str(number), 10 * (4 - number))
+    engine.ask("urgent", 10, 20, ttft_ms=400)
+    while "urgent" not in engine.token_times:
+        engine.step()
+    assert engine.core.scheduler.requests["longer"].num_preemptions == 1
+    engine.ask("waits", 10, ttft_ms=60_000)
+    engine.core.handle(m.Release("urgent"))
+    engine.core.handle(m.Release("waits"))
+    engine.step()
+    assert not engine.core.load.goes_by_slack
+    assert all(one.pace is None for one in engine.core.scheduler.requests.values())
+    engine.run()
+    assert engine.order == ["long", "longer", "urgent", "0", "1", "2", "3"]
+    assert [len(engine.token_times[name]) for name in ("long", "longer")] == [200, 300]
+
+
+def test_auto_stays_by_arrival_until_it_is_known_how_long_steps_take() -> None:
+    engine = Timed(queue_policy="auto", time=None, max_num_seqs=1)
+    engine.ask("runs", 10, 9)
+    engine.step()
+    for name, ttft_ms in (("whenever", None), ("soon", 500), ("sooner", 400)):
+        engine.ask(name, 10, 2, ttft_ms=ttft_ms)
+    engine.step()
+    assert not engine.core.load.goes_by_slack
+    engine.time = TIME
+    engine.step()
+    assert engine.core.load.goes_by_slack
+    engine.run()
+    assert engine.order == ["runs", "sooner", "soon", "whenever"]
+
+
+def test_a_lease_is_no_request_with_targets_for_auto() -> None:
+    engine = Timed(queue_policy="auto", chunk_size=16)
+    engine.ask("prefill", 20, ttft_ms=5000, mode=m.RequestMode.PREFILL)
+    engine.step()
+    assert engine.core.load.goes_by_slack
+    engine.step()
+    assert engine.core.load.num_leases == 1
+    assert not engine.core.load.goes_by_slack
 
 
 def test_a_waiting_request_is_watched_once_however_often_the_model_of_time_changes() -> None:
@@ -604,15 +822,21 @@ requests = st.lists(
     num_blocks=st.sampled_from((16, 24, 60)),
     mode=st.sampled_from(("recompute", "swap")),
     late=st.sampled_from(("refuse", "best-effort")),
+    policy=st.sampled_from(("slo", "auto")),
     seed=st.integers(0, 99),
 )
 def test_any_mixture_gives_the_reference_answers_or_is_refused(
-    asked: list[tuple[int, int, float | None, float | None, int]], num_blocks: int, mode: str, late: str, seed: int
+    asked: list[tuple[int, int, float | None, float | None, int]],
+    num_blocks: int,
+    mode: str,
+    late: str,
+    policy: str,
+    seed: int,
 ) -> None:
     rng = random.Random(seed)
     core, _ = make_core(
         num_blocks=num_blocks,
-        queue_policy="slo",
+        queue_policy=policy,
         slo_late=late,
         preemption_mode=mode,
         swap_space_gb=1e-5,

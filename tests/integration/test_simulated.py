@@ -74,9 +74,15 @@ def test_a_killed_worker_s_answer_goes_on_elsewhere(tmp_path: Path) -> None:
         assert answer.result().report.num_migrations == 1
 
 
-def test_a_worker_refuses_who_cannot_meet_its_latency_targets(tmp_path: Path) -> None:
+def test_workers_refuse_who_cannot_meet_its_latency_targets(tmp_path: Path) -> None:
+    """A decode worker at once, or after a prefill worker: if that does not compute the prompt in time, neither does
+    the decode worker."""
     prompt = random_prompt(random.Random(6), 900)
-    fleet = start(tmp_path, "shared_storage", 0, 1, "--queue-policy=slo", "--slo-late=refuse")
+    size = len(prompt)
+    alone_s = simulated_time("xeon-135m").time.seconds(
+        StepShape(num_chunks=1, chunk_tokens=size, chunk_pairs=size * size // 2, chunk_squares=size * size)
+    )
+    fleet = start(tmp_path, "shared_storage", 1, 1, "--slo-late=refuse")
     with running(fleet), fleet.client() as client:
 
         def ask(ttft_ms: float, request_id: str) -> Result:
@@ -85,12 +91,15 @@ def test_a_worker_refuses_who_cannot_meet_its_latency_targets(tmp_path: Path) ->
                 prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, slo=targets, request_id=request_id
             ).result()
 
-        with pytest.raises(OverloadedError, match="latency targets cannot be met here any more: its first token takes"):
-            ask(1, "hopeless")
+        for ttft_ms, request_id in ((1, "hopeless"), (900 * alone_s, "late")):
+            words = "latency targets cannot be met here any more: its first token takes"
+            with pytest.raises(OverloadedError, match=words):
+                ask(ttft_ms, request_id)
         assert list(ask(3_600_000, "in-time").token_ids) == reference(tmp_path, prompt)
         fleet.settle()
-    (line,) = [line for line in fleet.logs().splitlines() if "cannot meet its latency targets" in line]
-    assert "hopeless" in line
+    lines = [line for line in fleet.logs().splitlines() if "cannot meet its latency targets" in line]
+    assert all("hopeless" in line or "request_id=late" in line for line in lines)
+    assert len(lines) >= 2
 
 
 def test_a_fleet_is_as_fast_as_its_model_says(tmp_path: Path) -> None:

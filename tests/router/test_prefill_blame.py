@@ -12,8 +12,11 @@ from router.running.decode_events import PrefillBlame
 PREFILL = [Endpoint(worker_id=name, role=WorkerRole.PREFILL, address=name) for name in "ABCD"]
 
 
-def event(names: str = "", **counts: int) -> decode_pb2.DecodeEvent:
-    return decode_pb2.DecodeEvent(report=types_pb2.RequestReport(**counts), blamed_prefill_addresses=[*names])
+def event(names: str = "", refused: str = "", **counts: int) -> decode_pb2.DecodeEvent:
+    report = types_pb2.RequestReport(**counts)
+    return decode_pb2.DecodeEvent(
+        report=report, blamed_prefill_addresses=[*names], refused_prefill_addresses=[*refused]
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,12 +33,17 @@ def event(names: str = "", **counts: int) -> decode_pb2.DecodeEvent:
         (event(num_hedges=1, num_hedges_won=1, num_retries=2), "AB"),
         (event(num_hedges=1), ""),
         (event(), ""),
+        # Who refuses did nothing wrong, and counts say nothing then.
+        (event(refused="A", num_retries=1), ""),
+        (event("B", refused="A", num_retries=2), "B"),
+        (event(refused="X", num_retries=1), "A"),  # nobody that was to be asked
     ],
 )
 def test_who_is_blamed(said: decode_pb2.DecodeEvent, blamed: str) -> None:
     blame = PrefillBlame(PREFILL)
     assert "".join(one.address for one in blame.told(said)) == blamed
-    assert "".join(one.address for one in PREFILL if one in blame) == blamed
+    known = {*blamed, *said.refused_prefill_addresses}
+    assert [one.address for one in PREFILL if one in blame] == sorted(known & {*"ABCD"})
     assert blame.told(said) == []  # the next report says the same
 
 

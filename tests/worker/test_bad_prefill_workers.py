@@ -84,6 +84,9 @@ async def test_a_full_prefill_worker_is_followed_by_the_next_and_then_by_ourselv
         last = await answer(worker.decode.Decode(request, timeout=60))
     assert [peer.num_asked for peer in full] == [1, 1]
     assert "RESOURCE_EXHAUSTED: full" in last.report.fallback_reason
+    assert last.report.num_retries == 1
+    assert [*last.refused_prefill_addresses] == [one.address for one in full]
+    assert not last.blamed_prefill_addresses
 
 
 async def test_times_and_counts_that_no_clock_gives_are_taken_for_none(start_worker: StartWorker) -> None:

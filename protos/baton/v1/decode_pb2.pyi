@@ -285,6 +285,7 @@ class DecodeEvent(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     BLAMED_PREFILL_ADDRESSES_FIELD_NUMBER: _builtins.int
+    REFUSED_PREFILL_ADDRESSES_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """last event"""
     stop_token_id: _builtins.int
@@ -317,6 +318,12 @@ class DecodeEvent(_message.Message):
         beside them, gave something first.
         """
 
+    @_builtins.property
+    def refused_prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With `report`: those of the request's prefill_addresses that refused it so far (RESOURCE_EXHAUSTED), as too many
+        wait there or as its latency targets cannot be met there. They did nothing wrong.
+        """
+
     def __init__(
         self,
         *,
@@ -328,10 +335,11 @@ class DecodeEvent(_message.Message):
         usage: _types_pb2.Usage | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.SampledToken] | None = ...,
         blamed_prefill_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        refused_prefill_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "report", b"report", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "blamed_prefill_addresses", b"blamed_prefill_addresses", "finish_reason", b"finish_reason", "offers_handover", b"offers_handover", "prompt_logprobs", b"prompt_logprobs", "report", b"report", "stop_token_id", b"stop_token_id", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "blamed_prefill_addresses", b"blamed_prefill_addresses", "finish_reason", b"finish_reason", "offers_handover", b"offers_handover", "prompt_logprobs", b"prompt_logprobs", "refused_prefill_addresses", b"refused_prefill_addresses", "report", b"report", "stop_token_id", b"stop_token_id", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -281,6 +281,7 @@ class WorkerLoad(_message.Message):
     BATCH_TIME_VERSION_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_PROMPTS_FIELD_NUMBER: _builtins.int
     QUEUED_BY_SLACK_FIELD_NUMBER: _builtins.int
+    GOES_BY_SLACK_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
@@ -298,6 +299,8 @@ class WorkerLoad(_message.Message):
     """if it changes, GetInfo has another model"""
     num_queued_prompts: _builtins.int
     """that num_queued_prompt_tokens belong to"""
+    goes_by_slack: _builtins.bool
+    """computes first what has the least time left to meet its latency targets"""
     @_builtins.property
     def queued_by_slack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """If latency targets decide the order: of these tokens, those of prompts with targets that have to begin within 0.125,
@@ -319,10 +322,11 @@ class WorkerLoad(_message.Message):
         batch_time_version: _builtins.int = ...,
         num_queued_prompts: _builtins.int = ...,
         queued_by_slack: _abc.Iterable[_builtins.int] | None = ...,
+        goes_by_slack: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "queued_by_slack", b"queued_by_slack", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "goes_by_slack", b"goes_by_slack", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "queued_by_slack", b"queued_by_slack", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
