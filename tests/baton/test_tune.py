@@ -133,7 +133,7 @@ class Landscape:
 def test_the_search_finds_the_best_of_a_space_in_few_simulations() -> None:
     space = space_of(workers=8)
     best = space.at(space.default, 0, Roles(5, 3))
-    for index, value in ((1, "prefix_aware"), (2, "slo"), (3, 8192), (4, 4096), (5, 256), (6, 256)):
+    for index, value in ((1, "prefix_aware"), (2, "fcfs"), (3, 8192), (4, 4096), (5, 256), (6, 256)):
         best = space.at(best, index, value)
     assert space.num_changed(best) == len(space.knobs)
     measure = Landscape(space, best)
