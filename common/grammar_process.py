@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TypeVar
 
 from common.bounded_process import MAX_ANSWER_S, BoundedProcess, ChildWords, JobDiedError, Limits, stack_of
 from common.errors import InternalError
+from common.fair_threads import FairThreads
 from common.guided import Guided
 
 ResultT = TypeVar("ResultT")
@@ -84,15 +85,9 @@ def shared_process(tokens: ModelTokens | None = None) -> GrammarProcess:
     return process
 
 
-class GrammarThreads:
+class GrammarThreads(FairThreads):
     """A pool of threads whose stacks are larger than the child's."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-
-    def submit(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+    def submit(self, owner: str, call: Callable[[], ResultT]) -> Future[ResultT]:
         with stack_of(LARGER_STACK_BYTES):
-            return self._pool.submit(work)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            return super().submit(owner, call)

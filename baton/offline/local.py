@@ -50,7 +50,7 @@ ResultT = TypeVar("ResultT")
 class _AtOnce(TextThreads):
     """Nobody else waits here, so texts of any length are worked on at once."""
 
-    async def run(self, size: int, work: Callable[[], ResultT]) -> ResultT:  # noqa: ARG002
+    async def run(self, size: int, work: Callable[[], ResultT], client: object = None) -> ResultT:  # noqa: ARG002
         return work()
 
 

@@ -3,7 +3,8 @@
 A request waits here as WAITING_FOR_GRAMMAR, before it waits for anything else. What a grammar may cost is bounded: its
 size (`common.guided`), time, memory and stack of compiling it (`common.grammar_process`: in a process of its own, which
 ends if they are used up), the compiler's work (llguidance's limits: fuel, states, items), the time a request waits
-(`COMPILE_TIMEOUT_S`), how many wait, and how many are kept (`GrammarBounds`).
+(`COMPILE_TIMEOUT_S`), how many wait, and how many are kept (`GrammarBounds`). Tenants take turns by the time that their
+grammars take (`common.fair_threads`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common import metrics
 from common.errors import BatonError, InternalError, InvalidArgumentError, OverloadedError, UnavailableError
+from common.fair_threads import FullError
 from common.grammar_process import GrammarThreads, ModelTokens, shared_process
 from common.grammar_trial import read_tokenizer
 from common.guided import Guided, grammar_error, parser_limits
@@ -35,7 +37,7 @@ COMPILE_TIMEOUT_S = 10.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GrammarBounds:
-    num_threads: int = 2
+    num_threads: int = 1  # the process that checks them does one after the other, so further threads would only wait
     max_pending: int = 64  # grammars that are compiled or wait for it
     max_kept: int = 256
     max_kept_chars: int = 8 * 2**20  # of all grammars that are kept; what they take is some times that
@@ -102,9 +104,9 @@ class GrammarCompiler:
 
 @dataclass(slots=True)
 class _Pending:
-    compiled: Future[Guide]
     since: float
-    requests: dict[str, Request] = field(default_factory=dict)  # by id
+    requests: dict[str, Request]  # by id
+    compiled: Future[Guide] = field(default_factory=Future)
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,7 +134,7 @@ class PendingGrammars:
         self._clock = clock
         self._wake = wake
         self._pool: GrammarThreads | None = None
-        self._pending: dict[Guided, _Pending] = {}
+        self._pending: dict[tuple[str, Guided], _Pending] = {}  # by tenant: a grammar waits in the turn of each
         self._kept: OrderedDict[Guided, Guide | str] = OrderedDict()  # or why it is of no use; last used last
         self._num_kept_chars = 0
         self._num_kept_bytes = 0
@@ -153,38 +155,56 @@ class PendingGrammars:
             self._kept.move_to_end(guided)
             metrics.worker_grammars.labels("cached").inc()
             self._answer(request, known)
-        elif (pending := self._pending.get(guided)) is not None:
+        elif (pending := self._find(request.tenant, guided)) is not None:
             pending.requests[request.request_id] = request
             metrics.worker_grammars.labels("cached").inc()
-        elif len(self._pending) >= self._bounds.max_pending:
-            metrics.worker_grammars.labels("full").inc()
-            self._answered.append(Answered(request, "too many grammars are being compiled", OverloadedError.grpc_code))
         else:
-            self._pool = self._pool or GrammarThreads(self._bounds.num_threads, "grammar")
-            compiled = self._pool.submit(partial(self._compiler, guided))
-            self._pending[guided] = _Pending(compiled, self._clock(), {request.request_id: request})
-            compiled.add_done_callback(lambda _: self._wake())
+            pending = _Pending(self._clock(), {request.request_id: request})
+            try:
+                pending.compiled = self._threads().submit(request.tenant, partial(self._compiler, guided))
+            except FullError as error:
+                self._refuse_all(pending, error)
+                return
+            self._pending[request.tenant, guided] = pending
+            pending.compiled.add_done_callback(lambda _: self._wake())
+
+    def _find(self, tenant: str, guided: Guided) -> _Pending | None:
+        """A grammar that is being compiled, for whichever tenant; one that waits, in the tenant's own turn."""
+        if (own := self._pending.get((tenant, guided))) is not None:
+            return own
+        others = (pending for (_, one), pending in self._pending.items() if one == guided)
+        return next((pending for pending in others if pending.compiled.running()), None)
+
+    def _threads(self) -> GrammarThreads:
+        if self._pool is None:
+            self._pool = GrammarThreads(
+                self._bounds.num_threads,
+                "grammar",
+                max_pending=self._bounds.max_pending,
+                full="too many grammars are being compiled",
+            )
+        return self._pool
 
     def drop(self, request_id: str) -> None:
         """The request has ended. If its grammar is being compiled, it still is to its end, for later requests."""
-        for guided, pending in list(self._pending.items()):
+        for key, pending in list(self._pending.items()):
             if pending.requests.pop(request_id, None) is not None:
-                self._forget_unwanted(guided, pending)
+                self._forget_unwanted(key, pending)
         self._answered = [one for one in self._answered if one.request.request_id != request_id]
 
     def take_answered(self) -> list[Answered]:
         """Requests whose wait has ended since the last call."""
         now = self._clock()
-        for guided, pending in list(self._pending.items()):
+        for key, pending in list(self._pending.items()):
             if pending.compiled.done():
-                del self._pending[guided]
-                self._take_in(guided, pending)
+                if self._pending.pop(key, None) is not None:  # or else it was compiled for another tenant just now
+                    self._take_in(key[1], pending)
             elif now > pending.since + COMPILE_TIMEOUT_S:
                 # Compiling has bounds of its own, which are narrower: these requests waited for others' grammars.
                 self._fail_all(pending, OverloadedError("others' grammars are being compiled, try again later"))
                 metrics.worker_grammars.labels("late").inc(len(pending.requests))
                 pending.requests.clear()
-                self._forget_unwanted(guided, pending)
+                self._forget_unwanted(key, pending)
         answered, self._answered = self._answered, []
         return answered
 
@@ -194,6 +214,9 @@ class PendingGrammars:
 
     def _take_in(self, guided: Guided, pending: _Pending) -> None:
         error = pending.compiled.exception()
+        if isinstance(error, FullError):
+            self._refuse_all(pending, error)
+            return
         if isinstance(error, OverloadedError | UnavailableError):
             self._fail_all(pending, error)
             metrics.worker_grammars.labels("late").inc(len(pending.requests))
@@ -209,14 +232,24 @@ class PendingGrammars:
         self._keep(guided, result)
         for request in pending.requests.values():
             self._answer(request, result)
+        for key, other in list(self._pending.items()):
+            if key[1] == guided and other.compiled.cancel():  # it waits in another tenant's turn
+                del self._pending[key]
+                metrics.worker_grammars.labels("cached").inc(len(other.requests))
+                for request in other.requests.values():
+                    self._answer(request, result)
+
+    def _refuse_all(self, pending: _Pending, error: FullError) -> None:
+        metrics.worker_grammars.labels("full").inc(len(pending.requests))
+        self._fail_all(pending, error)
 
     def _fail_all(self, pending: _Pending, error: BatonError) -> None:
         self._answered += [Answered(request, error.reason, error.grpc_code) for request in pending.requests.values()]
 
-    def _forget_unwanted(self, guided: Guided, pending: _Pending) -> None:
+    def _forget_unwanted(self, key: tuple[str, Guided], pending: _Pending) -> None:
         """Drops a grammar that no request waits for, unless its compilation has begun."""
         if not pending.requests and pending.compiled.cancel():
-            del self._pending[guided]
+            del self._pending[key]
 
     def _answer(self, request: Request, result: Guide | str) -> None:
         if isinstance(result, str):

@@ -96,7 +96,7 @@ class InferenceService:
             given.append(list(one.token_ids) or one.text)
         special = _adds_special_tokens(request)
         return await self._gateway.preparation.prompts(
-            model, given, "inputs", add_special_tokens=special, has_answer=False
+            model, given, "inputs", add_special_tokens=special, has_answer=False, client=current_client.get()
         )
 
     async def RetainPrefix(  # noqa: N802
@@ -164,7 +164,7 @@ class InferenceService:
             chat_template_kwargs=prefix.chat_template_kwargs,
             chat_template=prefix.chat_template,
         )
-        return await self._gateway.preparation.chat_prompt(model, conversation(chat))
+        return await self._gateway.preparation.chat_prompt(model, conversation(chat), client=current_client.get())
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _context: Context
@@ -178,7 +178,9 @@ class InferenceService:
             if any(one.name == field for one, _ in request.ListFields()):
                 raise InvalidArgumentError(field, "is only for messages")
         special = _adds_special_tokens(request)
-        ids = await self._gateway.preparation.tokenize(model, request.text, "text", add_special_tokens=special)
+        ids = await self._gateway.preparation.tokenize(
+            model, request.text, "text", add_special_tokens=special, client=current_client.get()
+        )
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def _chat_token_ids(self, model: ServedModel, request: inference_pb2.TokenizeRequest) -> list[int]:
@@ -196,7 +198,8 @@ class InferenceService:
             chat_template=request.chat_template,
         )
         check_messages(len(chat.messages), model.limits, "messages")
-        return (await self._gateway.preparation.chat_prompt(model, conversation(chat), has_answer=False)).token_ids
+        chat_prompt, client = self._gateway.preparation.chat_prompt, current_client.get()
+        return (await chat_prompt(model, conversation(chat), has_answer=False, client=client)).token_ids
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _context: Context
@@ -205,7 +208,7 @@ class InferenceService:
         model = self._gateway.admission.served(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await self._gateway.preparation.detokenize(
-            model, request.token_ids, "token_ids", skip_special_tokens=skip
+            model, request.token_ids, "token_ids", skip_special_tokens=skip, client=current_client.get()
         )
         return inference_pb2.DetokenizeResponse(text=text)
 
@@ -226,12 +229,13 @@ class InferenceService:
         given = list(request.prompt_token_ids) or request.prompt
         field = "prompt_token_ids" if request.prompt_token_ids else "prompt"
         special = _adds_special_tokens(request)
-        prepare = self._gateway.preparation.prompts
-        return (await prepare(model, [given], field, add_special_tokens=special, keep=keep))[0]
+        prepare, client = self._gateway.preparation.prompts, current_client.get()
+        return (await prepare(model, [given], field, add_special_tokens=special, keep=keep, client=client))[0]
 
     async def _chat_prompt(self, model: ServedModel, request: inference_pb2.ChatRequest, keep: int | None) -> Prompt:
         check_messages(len(request.messages), model.limits, "messages")
-        return await self._gateway.preparation.chat_prompt(model, conversation(request), keep=keep)
+        chat_prompt, client = self._gateway.preparation.chat_prompt, current_client.get()
+        return await chat_prompt(model, conversation(request), keep=keep, client=client)
 
     async def _answer(
         self,
@@ -268,7 +272,8 @@ class InferenceService:
                 is_whole=choices.are_compared,
             )
             first = requests[0]
-            await gateway.preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form)
+            check = gateway.preparation.check_guided
+            await check(first.sampling_params, first.sampling_field, first.tools, first.form, client)
             shows_logprobs = request.sampling_params.HasField("logprobs")
             with (
                 gateway.generation.charged(requests, _choices_field(choices.field())),

@@ -10,6 +10,7 @@ from common.errors import InvalidArgumentError, OverloadedError
 from common.grammar_process import GrammarProcess, shared_process
 from common.guided import Guided, json_text
 from common.sampling import FieldName
+from router.limits.clients import ApiClient
 from router.running.threads import SHORT, TextThreads
 from text.conversation import Tools
 from text.forced_calls import closed_schema
@@ -29,23 +30,30 @@ class Grammars:
         self._known: dict[Guided, str] = {}  # the last ones, and what is wrong with each
 
     async def check(
-        self, guided: Guided, name: FieldName, tools: Tools | None = None, form: Guided | None = None
+        self,
+        guided: Guided,
+        name: FieldName,
+        tools: Tools | None = None,
+        form: Guided | None = None,
+        client: ApiClient | None = None,
     ) -> None:
         """`tools`: whose schemas are a part of `guided`. `form`: another part, the client's own, checked first so that
-        an error has the words of what the client wrote. Raises `InvalidArgumentError`, and `OverloadedError` if
-        others' grammars took all the time that this one may wait."""
+        an error has the words of what the client wrote. `client`: whose turn it takes.
+
+        Raises `InvalidArgumentError`, and `OverloadedError` if others' grammars took all the time that this one may
+        wait."""
         if form is not None:
-            await self.check(form, name)
+            await self.check(form, name, client=client)
         if (reason := self._known.get(guided)) is None:
             begin_by = time.monotonic() + MAX_WAIT_S
-            reason = await self._threads.run(SHORT + 1, partial(self._reason, guided, begin_by))
+            reason = await self._threads.run(SHORT + 1, partial(self._reason, guided, begin_by), client)
             self._known[guided] = reason
             while len(self._known) > MAX_KNOWN_GRAMMARS:
                 del self._known[next(iter(self._known))]
         if not reason:
             return
         if tools is not None:
-            await self._threads.run(SHORT + 1, partial(self._blame_one, tools))
+            await self._threads.run(SHORT + 1, partial(self._blame_one, tools), client)
         raise InvalidArgumentError(name("guided"), reason)
 
     def _reason(self, guided: Guided, begin_by: float) -> str:

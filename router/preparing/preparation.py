@@ -111,10 +111,11 @@ class Preparation:
         add_special_tokens: bool = True,
         has_answer: bool = True,
         keep: int | None = None,
+        client: ApiClient | None = None,
     ) -> list[Prompt]:
         """Each prompt is a text or token ids. The first prompt that is wrong or too long raises an error, and none
         after it is tokenized. An embedding has no answer, so its prompt may fill the model's context. `keep`: of each
-        prompt so many tokens at most, the last ones (`kept_tokens`)."""
+        prompt so many tokens at most, the last ones (`kept_tokens`). `client`: whose turn long ones take."""
         size = 0
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -127,7 +128,7 @@ class Preparation:
             token_ids = prompt
             if isinstance(token_ids, str):
                 encode = partial(model.tokenizer.encode, token_ids, add_special_tokens=add_special_tokens)
-                token_ids = await self._threads.run(size, encode)
+                token_ids = await self._threads.run(size, encode, client)
             kept = _last(token_ids, keep)
             if isinstance(prompt, str):
                 check_prompt(kept, model.limits, field, has_answer=has_answer)
@@ -142,9 +143,10 @@ class Preparation:
         *,
         has_answer: bool = True,
         keep: int | None = None,
+        client: ApiClient | None = None,
     ) -> Prompt:
         """The template writes special tokens out itself, so none are added. `field`: the client's name for messages.
-        `has_answer`, `keep`: see `prompts`."""
+        `has_answer`, `keep`, `client`: see `prompts`."""
         messages, tools = conversation.messages, conversation.tools
         check_messages(len(messages), model.limits, field)
         texts, num_values = read_through([list(messages), dict(conversation.template_options)])
@@ -156,11 +158,11 @@ class Preparation:
             texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
             described = "".join(texts)
             check_text(described, model.limits, "tools")
-        form = await self._form(model, conversation)
+        form = await self._form(model, conversation, client)
         answers, free, notes = form.answers, None, _notes(conversation)
         if self._generic_tools and form.needs_generic_tools(conversation):
             size = 0 if model.tokenizer.has_generic_answers(form) else SHORT + 1
-            answers = await self._threads.run(size, partial(model.tokenizer.generic_answers, form))
+            answers = await self._threads.run(size, partial(model.tokenizer.generic_answers, form), client)
             conversation = replace(conversation, has_generic_tools=True)
             notes.append(generic_tools.NOTE)
         if tools.shown and not tools.is_forced:
@@ -177,9 +179,9 @@ class Preparation:
         size = len(total) + len(described) + VALUE_CHARS * (num_values + num_of_tools)
         try:
             if conversation.chat_template:
-                token_ids, text = await self._in_turn(encode)
+                token_ids, text = await self._in_turn(encode, client)
             else:
-                token_ids, text = await self._threads.run(size, encode)
+                token_ids, text = await self._threads.run(size, encode, client)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
         token_ids = _last(token_ids, keep)
@@ -199,7 +201,7 @@ class Preparation:
         )
         return Prompt(token_ids, field, answer, notes=tuple(notes))
 
-    async def _form(self, model: ServedModel, conversation: Conversation) -> ChatForm:
+    async def _form(self, model: ServedModel, conversation: Conversation, client: ApiClient | None) -> ChatForm:
         """How the conversation is written, and its answer read."""
         tokenizer, source = model.tokenizer, conversation.chat_template
         if not source:
@@ -212,9 +214,9 @@ class Preparation:
             raise InvalidArgumentError(TEMPLATE_FIELD, reason)
         encoded(source, TEMPLATE_FIELD)
         make = partial(self._make_template, source, tokenizer.special_tokens, model.limits.max_prompt_bytes)
-        return await self._in_turn(lambda: tokenizer.form_of(make()))
+        return await self._in_turn(lambda: tokenizer.form_of(make()), client)
 
-    async def _in_turn(self, work: Callable[[], ResultT]) -> ResultT:
+    async def _in_turn(self, work: Callable[[], ResultT], client: ApiClient | None) -> ResultT:
         """Work on a template that came with a request. Raises `OverloadedError` if others' took all the time that this
         one may wait."""
         begin_by = time.monotonic() + MAX_TEMPLATE_WAIT_S
@@ -225,29 +227,48 @@ class Preparation:
                 raise OverloadedError("others' chat templates are being rendered, try again later")
             return work()
 
-        return await self._template_threads.run(SHORT + 1, begin)
+        return await self._template_threads.run(SHORT + 1, begin, client)
 
     async def check_guided(
-        self, params: SamplingParams, name: FieldName, tools: Tools | None = None, form: Guided | None = None
+        self,
+        params: SamplingParams,
+        name: FieldName,
+        tools: Tools | None = None,
+        form: Guided | None = None,
+        client: ApiClient | None = None,
     ) -> None:
-        """Parses the grammar of guided text; `tools` and `form` are the request's. Raises `InvalidArgumentError`. A
-        worker may still refuse the grammar, for example for a token that its model lacks."""
+        """Parses the grammar of guided text; `tools`, `form` and `client` are the request's. Raises
+        `InvalidArgumentError`. A worker may still refuse the grammar, for example for a token that its model lacks."""
         if params.guided is not None:
-            await self._grammars.check(params.guided, name, tools, form)
+            await self._grammars.check(params.guided, name, tools, form, client)
 
-    async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    async def tokenize(
+        self,
+        model: ServedModel,
+        text: str,
+        field: str,
+        *,
+        add_special_tokens: bool,
+        client: ApiClient | None = None,
+    ) -> list[int]:
         if text:
             check_text(text, model.limits, field)
         encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self._threads.run(len(text), encode)
+        return await self._threads.run(len(text), encode, client)
 
     async def detokenize(
-        self, model: ServedModel, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool
+        self,
+        model: ServedModel,
+        token_ids: Sequence[int],
+        field: str,
+        *,
+        skip_special_tokens: bool,
+        client: ApiClient | None = None,
     ) -> str:
         check_token_count(len(token_ids), model.limits, field)
         check_token_ids(token_ids, model.limits, field)
         decode = partial(model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._threads.run(len(token_ids), decode)
+        return await self._threads.run(len(token_ids), decode, client)
 
     def requests(
         self,

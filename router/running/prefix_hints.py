@@ -79,7 +79,7 @@ class PrefixHints:
     async def _give(self, hint: PrefixHint, action: worker_pb2.CacheAction.ValueType, charge: Charge) -> Hinted:
         model = hint.model
         name = partial(model.block_names, hint.token_ids, hint.cache_salt)
-        names = await self._threads.run(len(hint.token_ids), name)
+        names = await self._threads.run(len(hint.token_ids), name, hint.client)
         endpoints = self._endpoints(hint, names, action)
         charge.worker_was_asked = bool(endpoints)
         request = worker_pb2.HintCacheRequest(

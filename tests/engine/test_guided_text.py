@@ -6,7 +6,8 @@ import json
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -311,12 +312,22 @@ class SlowCompiler:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self.go_on = threading.Event()
-        self.num_calls = 0
+        self.begun: list[Guided] = []
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.begun)
 
     def __call__(self, guided: Guided) -> Guide:
-        self.num_calls += 1
+        self.begun.append(guided)
         assert self.go_on.wait(60)
         return self._compiler(guided)
+
+
+def until(done: Callable[[], object]) -> None:
+    """Pytest's own time limit is what fails."""
+    while not done():
+        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -370,6 +381,37 @@ def test_too_many_grammars(slow: SlowCompiler) -> None:
     (failed,) = [event for event in run(engine.core) if isinstance(event, m.RequestFailed)]
     assert (failed.request_id, failed.grpc_code) == ("r2", "RESOURCE_EXHAUSTED")
     assert counted(before) == {"full": 1}
+
+
+def test_one_tenants_grammars_hold_up_no_others(slow: SlowCompiler) -> None:
+    engine, before = Engine(slow, bounds=GrammarBounds(max_pending=4)), counts()
+    for index in range(4):
+        engine.add(f"h{index}", guided=Guided(regex=f"a{{{index + 1}}}"), tenant="hostile")
+    until(lambda: slow.begun)
+    engine.add("own", guided=Guided(regex="b"), tenant="other")
+    engine.add("same", guided=Guided(regex="a{2}"), tenant="other")  # which waits in the hostile tenant's turn, too
+    refused = [event for event in run(engine.core) if isinstance(event, m.RequestFailed)]
+    assert {(one.request_id, one.grpc_code) for one in refused} == {
+        ("h3", "RESOURCE_EXHAUSTED"),
+        ("same", "RESOURCE_EXHAUSTED"),
+    }
+    engine.add("joins", guided=Guided(regex="a{1}"), tenant="other")  # which is being compiled
+    slow.go_on.set()
+    assert set(engine.answers()) == {"h0", "h1", "h2", "own", "joins"}
+    assert [guided.regex for guided in slow.begun] == ["a{1}", "b", "a{2}", "a{3}"]
+    assert counted(before) == {"full": 2, "compiled": 4, "cached": 1}
+
+
+def test_a_grammar_that_two_tenants_wait_for_is_compiled_in_the_first_turn(slow: SlowCompiler) -> None:
+    engine, before = Engine(slow), counts()
+    for index in range(4):
+        engine.add(f"h{index}", guided=Guided(regex=f"a{{{index + 1}}}"), tenant="hostile")
+    until(lambda: slow.begun)
+    engine.add("same", guided=Guided(regex="a{4}"), tenant="other")
+    slow.go_on.set()
+    assert set(engine.answers()) == {"h0", "h1", "h2", "h3", "same"}
+    assert [guided.regex for guided in slow.begun[:2]] == ["a{1}", "a{4}"]
+    assert counted(before).get("full", 0) == 0
 
 
 def test_kept_grammars_are_bounded(compiler: GrammarCompiler) -> None:

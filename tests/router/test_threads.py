@@ -15,6 +15,7 @@ from common.guided import Guided
 from common.sampling import SamplingParams
 from common.validation import ModelLimits
 from router.fleet.served_model import ServedModel
+from router.limits.clients import ApiClient
 from router.preparing.preparation import Preparation
 from router.running.threads import SHORT, TextThreads
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
@@ -71,6 +72,24 @@ async def test_too_much_is_refused_until_there_is_room(threads: TextThreads) -> 
         work.go.set()
     assert await asyncio.gather(*running) == ["a", "b", "c"] == begun
     assert await threads.run(LONG, lambda: "e") == "e"
+
+
+HOSTILE, OTHER = ApiClient("h", tenant="hostile"), ApiClient("o", tenant="other")
+
+
+async def test_a_tenants_backlog_is_behind_its_own_work_alone(threads: TextThreads) -> None:
+    begun: list[str] = []
+    held = {name: Held(begun, name) for name in ("h0", "h1", "h2", "o0")}
+    running = [asyncio.create_task(threads.run(LONG, held[name], HOSTILE)) for name in ("h0", "h1", "h2")]
+    await until(lambda: begun)
+    running.append(asyncio.create_task(threads.run(LONG, held["o0"], OTHER)))  # the place of the hostile tenant's last
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await running[2]
+    for work in held.values():
+        work.go.set()
+    assert await asyncio.gather(running[0], running[1], running[3]) == ["h0", "h1", "o0"]
+    assert begun == ["h0", "o0", "h1"]
 
 
 async def test_what_is_cancelled_while_it_waits_never_begins(threads: TextThreads) -> None:
@@ -196,4 +215,33 @@ async def test_grammars_hold_up_no_texts(threads: TextThreads, monkeypatch: pyte
     held.go.set()
     results = await asyncio.gather(*checking, return_exceptions=True)
     assert any(isinstance(one, OverloadedError) and "too many grammars wait" in one.message for one in results)
+    grammar_threads.close()
+
+
+async def test_one_tenants_grammars_hold_up_no_others(threads: TextThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check of the hostile tenant's takes as long as it may. The other one's goes next, whatever waits."""
+    begun: list[str] = []
+    go = threading.Event()
+
+    def check(_: object, guided: Guided, *__: object) -> None:
+        begun.append(guided.regex)
+        assert go.wait(60)
+
+    monkeypatch.setattr("common.grammar_process.GrammarProcess.check", check)
+    grammar_threads = TextThreads(1, what="grammars wait")
+    preparation = Preparation(
+        request_timeout_s=60, control_tokens=False, threads=threads, grammar_threads=grammar_threads
+    )
+
+    def asked(regex: str, client: ApiClient) -> asyncio.Task[None]:
+        params = SamplingParams(guided=Guided(regex=regex))
+        return asyncio.create_task(preparation.check_guided(params, str, client=client))
+
+    checking = [asked(f"h{number}", HOSTILE) for number in range(20)]
+    await until(lambda: begun)
+    checking.append(asked("o0", OTHER))
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*checking)
+    assert begun[:2] == ["h0", "o0"]
     grammar_threads.close()

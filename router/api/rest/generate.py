@@ -62,7 +62,8 @@ class GenerationHandlers:
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             conversation = body.conversation(model.limits)
             echoed.append(body.echoed(conversation))
-            return [await self._gateway.preparation.chat_prompt(model, conversation, keep=keep)]
+            chat_prompt, client = self._gateway.preparation.chat_prompt, current_client.get()
+            return [await chat_prompt(model, conversation, keep=keep, client=client)]
 
         echoed: list[str] = []
         echo = Echo(echoed, is_prompt=False) if body.echo else None
@@ -75,7 +76,8 @@ class GenerationHandlers:
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             conversation = body.response_conversation(model.limits)
-            return [await self._gateway.preparation.chat_prompt(model, conversation, "input", keep=keep)]
+            chat_prompt, client = self._gateway.preparation.chat_prompt, current_client.get()
+            return [await chat_prompt(model, conversation, "input", keep=keep, client=client)]
 
         def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold) -> ResponseAnswer:
             return ResponseAnswer(
@@ -118,8 +120,8 @@ class GenerationHandlers:
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             special = body.add_special_tokens is not False
             given = body.prompts()
-            prepare = self._gateway.preparation.prompts
-            made = await prepare(model, given, "prompt", add_special_tokens=special, keep=keep)
+            prepare, client = self._gateway.preparation.prompts, current_client.get()
+            made = await prepare(model, given, "prompt", add_special_tokens=special, keep=keep, client=client)
             for prompt, one in zip(given, made, strict=True) if body.echo else ():
                 is_known = isinstance(prompt, str) and not one.is_cut
                 echoed.append(str(prompt) if is_known else await self._text(model, one.token_ids))
@@ -133,7 +135,8 @@ class GenerationHandlers:
 
     async def _text(self, model: ServedModel, token_ids: list[int]) -> str:
         """A prompt's text, with its control tokens."""
-        return await self._gateway.preparation.detokenize(model, token_ids, "prompt", skip_special_tokens=False)
+        detokenize, client = self._gateway.preparation.detokenize, current_client.get()
+        return await detokenize(model, token_ids, "prompt", skip_special_tokens=False, client=client)
 
     def _wants_metrics(self, body: TextBody) -> bool:
         return self._gateway.per_request_metrics if body.include_metrics is None else body.include_metrics
@@ -207,7 +210,7 @@ class GenerationHandlers:
             is_whole=is_whole,
         )
         first, check = requests[0], self._gateway.preparation.check_guided
-        await check(first.sampling_params, first.sampling_field, first.tools, first.form)
+        await check(first.sampling_params, first.sampling_field, first.tools, first.form, client)
         field = "prompt" if len(given) > 1 else body.choices.field()
         within.enter_context(self._gateway.generation.charged(requests, field))
         answer = make_answer(requests, request_id, hold)

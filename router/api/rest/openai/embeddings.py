@@ -156,8 +156,11 @@ class EmbeddingHandlers:
                         yield part
 
     async def _prompts(self, model: ServedModel, body: EmbeddingsBody) -> list[Prompt]:
-        preparation = self._gateway.preparation
+        preparation, client = self._gateway.preparation, current_client.get()
         if body.messages is not None:
-            return [await preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)]
+            conversation = body.conversation(model.limits)
+            return [await preparation.chat_prompt(model, conversation, has_answer=False, client=client)]
         special = body.add_special_tokens is not False
-        return await preparation.prompts(model, body.inputs(), "input", add_special_tokens=special, has_answer=False)
+        return await preparation.prompts(
+            model, body.inputs(), "input", add_special_tokens=special, has_answer=False, client=client
+        )

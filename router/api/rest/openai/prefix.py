@@ -99,11 +99,11 @@ class PrefixHandlers:
             model = await gateway.admission.serving(body.model or "")
             body.check()
             if body.prompt is None:
-                prompt = await gateway.preparation.chat_prompt(model, body.conversation(model.limits))
+                prompt = await gateway.preparation.chat_prompt(model, body.conversation(model.limits), client=client)
             else:
                 special = body.add_special_tokens is not False
                 (prompt,) = await gateway.preparation.prompts(
-                    model, [body.prompt], "prompt", add_special_tokens=special
+                    model, [body.prompt], "prompt", add_special_tokens=special, client=client
                 )
             hint = gateway.preparation.prefix_hint(
                 model,

@@ -73,12 +73,13 @@ class TokenizerHandlers:
         return json_response({"token_ids": ids, **of_vllm, **known})
 
     async def _token_ids(self, model: ServedModel, body: TokenizeBody) -> list[int]:
-        preparation = self._gateway.preparation
+        preparation, client = self._gateway.preparation, current_client.get()
         if body.messages is not None:
-            return (await preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)).token_ids
+            conversation = body.conversation(model.limits)
+            return (await preparation.chat_prompt(model, conversation, has_answer=False, client=client)).token_ids
         name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
         special = body.add_special_tokens is not False
-        return await preparation.tokenize(model, text or "", name, add_special_tokens=special)
+        return await preparation.tokenize(model, text or "", name, add_special_tokens=special, client=client)
 
     async def detokenize(self, request: Request) -> Response:
         body = await read(DetokenizeBody, request, self._gateway.admission)
@@ -87,7 +88,9 @@ class TokenizerHandlers:
         body.check()
         skip = body.skip_special_tokens is not False
         name, ids = ("tokens", body.tokens) if body.token_ids is None else ("token_ids", body.token_ids)
-        text = await self._gateway.preparation.detokenize(model, ids or [], name, skip_special_tokens=skip)
+        text = await self._gateway.preparation.detokenize(
+            model, ids or [], name, skip_special_tokens=skip, client=current_client.get()
+        )
         return json_response({"text": text, **({"prompt": text} if name == "tokens" else {})})
 
     async def tokenizer_info(self, _request: Request) -> Response:
