@@ -56,9 +56,8 @@ def _in_vocabulary(ids: IdsT, info: Info) -> IdsT:
         return ids
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < limits.vocab_size:
-            raise ValueError(
-                f"token id {token_id} (at index {index}) is outside the vocabulary of {limits.vocab_size} tokens"
-            )
+            place = "" if isinstance(ids, dict) else f" (at index {index})"
+            raise ValueError(f"token id {token_id}{place} is outside the vocabulary of {limits.vocab_size} tokens")
     return ids
 
 

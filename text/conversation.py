@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -127,6 +128,33 @@ class Call:
     places: tuple[str, str, str] | None = None  # the client's names for these three, if they are not those of chat
 
 
+class CallIds:
+    """Ids of the calls in a history. One without an id gets one, and so does its result: templates write them out, and
+    some demand them. Results come in the order of their calls."""
+
+    def __init__(self) -> None:
+        self._num_made = 0
+        self._unanswered: deque[str] = deque()  # of the last message with calls, those that were made here
+
+    def begin_calls(self) -> Callable[[str, str], str]:
+        """What gives the calls of one more message their ids."""
+        self._unanswered.clear()
+        return self._of_call
+
+    def _of_call(self, given: str, where: str) -> str:
+        if given:
+            return check_call_id(given, where)
+        self._num_made += 1
+        made = f"call{self._num_made:05}"  # nine letters and digits, as Mistral's templates require
+        self._unanswered.append(made)
+        return made
+
+    def of_result(self, given: str, where: str) -> str:
+        if not given and self._unanswered:
+            return self._unanswered.popleft()
+        return check_call_id(given, where)
+
+
 def make_message(
     where: str,
     *,
@@ -138,9 +166,10 @@ def make_message(
     tool_call_id: str | None = None,
     reasoning: str | None = None,
     values: ValueCount | None = None,
+    ids: CallIds | None = None,
 ) -> Json:
     """`where` is the message's place in the request: `messages[3]`. `calls_field`: what holds all of its calls, if that
-    is not chat's `tool_calls`. `values`: of the messages before it."""
+    is not chat's `tool_calls`. `values`, `ids`: of the messages before it. Without `ids` every call needs an id."""
     role = chat_role(role, f"{where}.role")
     if calls and role != "assistant":
         raise InvalidArgumentError(f"{where}.tool_calls", "only an assistant's message can have them")
@@ -152,9 +181,11 @@ def make_message(
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = _calls(calls, calls_field or f"{where}.tool_calls", values or ValueCount())
+        calls_field = calls_field or f"{where}.tool_calls"
+        message["tool_calls"] = _calls(calls, calls_field, values or ValueCount(), ids)
     if role == "tool":
-        message["tool_call_id"] = check_call_id(tool_call_id or "", f"{where}.tool_call_id")
+        of_result = check_call_id if ids is None else ids.of_result
+        message["tool_call_id"] = of_result(tool_call_id or "", f"{where}.tool_call_id")
     elif tool_call_id:
         raise InvalidArgumentError(f"{where}.tool_call_id", "only a tool's message can have it")
     if name:
@@ -198,8 +229,9 @@ def check_num_calls(num_calls: int, name: str) -> None:
         raise InvalidArgumentError(name, f"must have at most {MAX_CALLS} entries, not {num_calls}")
 
 
-def _calls(calls: Sequence[Call], where: str, values: ValueCount) -> list[Json]:
+def _calls(calls: Sequence[Call], where: str, values: ValueCount, ids: CallIds | None) -> list[Json]:
     check_num_calls(len(calls), where)
+    of_call = check_call_id if ids is None else ids.begin_calls()
     values.add(len(calls), where)
     made = []
     for index, call in enumerate(calls):
@@ -209,7 +241,7 @@ def _calls(calls: Sequence[Call], where: str, values: ValueCount) -> list[Json]:
         arguments = _arguments(call.arguments, place, values)
         made.append(
             {
-                "id": check_call_id(call.call_id, id_place),
+                "id": of_call(call.call_id, id_place),
                 "type": "function",
                 "function": {"name": call.name, "arguments": arguments},
             }

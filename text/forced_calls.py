@@ -74,7 +74,7 @@ class ForcedParser:
     def __init__(self, name: str) -> None:
         self._name = name
         self._text = ArgumentsText(name) if name else ObjectsText()
-        self._unshown: list[str] = []  # all that came before the first call
+        self._unshown = ""  # all that came before the first call
         self.num_calls = 0
         self.is_done = self.is_cut = False
 
@@ -89,16 +89,19 @@ class ForcedParser:
                 pieces.add_call(ToolCallDelta(index, new_call_id(), call.name, call.take()))
                 self.num_calls += 1
         if not self.num_calls:
-            self._unshown.append(text)
+            self._unshown += text
         return pieces
 
     def end(self) -> Pieces:
-        """Half a call of which nothing was shown is content, so that no text is lost."""
+        """A call whose name is known is there, without arguments if they have not begun. Of one without a name nothing
+        is shown: a client that forces a call has no use for its beginning as text."""
         pieces = Pieces()
         self.is_cut = self._text.is_open or not self._text.calls
-        if self._name and not self.num_calls:
-            pieces.add_call(ToolCallDelta(0, new_call_id(), self._name))
-            self.num_calls = 1
-        elif self.is_cut:
-            pieces.add_text(self._text.last_call if self.num_calls else "".join(self._unshown))
+        last = self._text.calls[-1] if self._text.calls else None
+        if last is None:
+            if not self._unshown.lstrip().startswith("["):
+                pieces.add_text(self._unshown)  # no grammar gives such a text, but none may be lost
+        elif last.name and self.num_calls < len(self._text.calls):
+            pieces.add_call(ToolCallDelta(self.num_calls, new_call_id(), last.name))
+            self.num_calls += 1
         return pieces

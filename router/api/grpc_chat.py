@@ -9,6 +9,7 @@ from common.errors import InvalidArgumentError
 from protos.baton.v1 import inference_pb2
 from text.conversation import (
     Call,
+    CallIds,
     Conversation,
     Json,
     Tool,
@@ -33,8 +34,8 @@ _MODES = {
 
 def conversation(request: inference_pb2.ChatRequest) -> Conversation:
     """Raises `InvalidArgumentError`."""
-    values = ValueCount()
-    messages = [_message(message, f"messages[{index}]", values) for index, message in enumerate(request.messages)]
+    values, ids = ValueCount(), CallIds()
+    messages = [_message(message, f"messages[{index}]", values, ids) for index, message in enumerate(request.messages)]
     options = _object(request.chat_template_kwargs, "chat_template_kwargs") or {}
     check_options(options, "chat_template_kwargs")
     asks = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
@@ -52,7 +53,7 @@ def conversation(request: inference_pb2.ChatRequest) -> Conversation:
     )
 
 
-def _message(message: inference_pb2.ChatMessage, where: str, values: ValueCount) -> Json:
+def _message(message: inference_pb2.ChatMessage, where: str, values: ValueCount, ids: CallIds) -> Json:
     check_num_calls(len(message.tool_calls), f"{where}.tool_calls")
     calls = [Call(call_id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
     return make_message(
@@ -64,6 +65,7 @@ def _message(message: inference_pb2.ChatMessage, where: str, values: ValueCount)
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning_content,
         values=values,
+        ids=ids,
     )
 
 

@@ -329,9 +329,13 @@ def test_what_ends_inside_a_call_is_cut(
         ("f", "{", "", [("f", "{")], True),
         ("f", '{"x": "}', "", [("f", '{"x": "}')], True),
         ("f", '{"x": "}"}', "", [("f", '{"x": "}"}')], False),
-        ("", "[", "[", [], True),
-        ("", '[{"name": "f", "par', '[{"name": "f", "par', [], True),
-        ("", '[{"name": "f", "parameters": {}}, {"na', '{"na', [("f", "{}")], True),
+        ("", "[", "", [], True),
+        ("", '[{"na', "", [], True),
+        ("", '[{"name": "f', "", [], True),
+        ("", '[{"name": "f", "par', "", [("f", "")], True),
+        ("", '[{"name": "f", "parameters": {}}, {"na', "", [("f", "{}")], True),
+        ("", '[{"name": "f", "parameters": {}}, {"name": "g", "par', "", [("f", "{}"), ("g", "")], True),
+        ("", "No call.", "No call.", [], True),  # of a worker that keeps no grammar: nothing is lost
         ("", '[{"name": "f", "parameters": {}}]', "", [("f", "{}")], False),
     ],
 )

@@ -84,6 +84,7 @@ async def test_asked_for(
         ({"guided_regex": "a", **response_format("json_object")}, "guided_regex", "cannot be together"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs.lark", "not a known field"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs", "exactly one"),
         ({"guided": {}}, "guided", "exactly one"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "is not for guided text"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "is not for guided text"),

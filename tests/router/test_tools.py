@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -118,6 +119,41 @@ async def test_earlier_calls_and_results_are_in_the_prompt(router: RunningRouter
     rust = tiny_tokenizer().rust
     assert ids.count(rust.token_to_id("<|im_end|>")) == 4
     assert ids.count(rust.token_to_id("<|im_start|>")) == 5
+
+
+async def test_calls_without_an_id_are_paired_with_their_results_in_order(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    worker = await start_worker()
+    worker.chat_template = (
+        "{% if tools %}{% endif %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}={{ c.id }} {% endfor %}"
+        "{% if m.role == 'tool' %}{{ m.tool_call_id }}:{{ m.name }}:{{ m.content }} {% endif %}{% endfor %}"
+    )
+    router = await start_router(worker)
+    calls = [{"id": "", "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fgf"]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Do"},
+        {"role": "assistant", "tool_calls": [calls[0]]},  # of which the result was lost
+        {"role": "assistant", "tool_calls": [{**calls[2], "id": "own"}, *calls[:2]]},
+        {"role": "tool", "tool_call_id": "", "content": "x"},
+        {"role": "tool", "tool_call_id": "own", "content": "y"},
+        {"role": "tool", "tool_call_id": "", "content": "z"},
+    ]
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3})
+        assert response.status_code == 200, response.text
+        wanted = "f=call00001 f=own f=call00002 g=call00003 call00002:f:x own:f:y call00003:g:z "
+        assert prompt_of(worker) == wanted
+        items = [{"role": "user", "content": "Do"}]
+        items += [{"type": "function_call", "call_id": "", "name": name, "arguments": "{}"} for name in "fg"]
+        items += [{"type": "function_call_output", "call_id": "", "output": text} for text in "xz"]
+        response = await client.post("/v1/responses", json={"input": items, "max_output_tokens": 3})
+        assert response.status_code == 200, response.text
+        assert prompt_of(worker) == "f=call00001 g=call00002 call00001:f:x call00002:g:z "
+        messages.append({"role": "tool", "tool_call_id": "", "content": "of which call?"})
+        refused = await client.post("/v1/chat/completions", json={"messages": messages})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[6].tool_call_id")
 
 
 async def test_fields_of_other_types_may_be_null(router: RunningRouter, worker: FakeWorker) -> None:
@@ -506,6 +542,31 @@ async def test_an_answer_that_ends_inside_a_call_has_the_reason_that_it_was(
         assert response.output[-1].status == "incomplete"  # type: ignore[union-attr]
         why = response.incomplete_details
         assert (why and why.reason) == ("max_output_tokens" if reason == "length" else None)
+
+
+@each_case("text", ["[", '[{"name": "f'])
+async def test_the_beginning_of_a_forced_call_is_no_content(
+    router: RunningRouter, worker: FakeWorker, text: str
+) -> None:
+    worker.answer = ids_of(text + '", "parameters": {}}]')
+    num_tokens = len(ids_of(text))
+    body: dict[str, Any] = {"model": "tiny", "tools": TWO_TOOLS, "tool_choice": "required"}
+    chat = {**body, "messages": ASK, "max_tokens": num_tokens}
+    whole = (await router.openai.chat.completions.create(**chat)).choices[0]
+    assert (whole.finish_reason, whole.message.content or "", whole.message.tool_calls) == ("length", "", None)
+    chunks = [chunk async for chunk in await router.openai.chat.completions.create(**chat, stream=True)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+    body["tools"] = [{"type": "function", **tool["function"]} for tool in TWO_TOOLS]
+    asked = {**body, "input": "Do", "max_output_tokens": num_tokens}
+    response = await router.openai.responses.create(**asked)
+    assert (response.status, response.output_text) == ("incomplete", "")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    events = [event async for event in await router.openai.responses.create(**asked, stream=True)]
+    assert not [event for event in events if event.type == "response.output_text.delta"]
+    assert events[-1].type == "response.incomplete"
 
 
 async def test_a_mark_inside_a_string_of_a_strict_call(router: RunningRouter, worker: FakeWorker) -> None:

@@ -17,6 +17,9 @@ GivenRaw = Raw | UnsetType
 """A value that is not decoded, since all that matters is whether it asks for something (`asks`)."""
 
 
+_SPACES = b" \t\r\n"
+
+
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kinds: ClassVar[tuple[str, ...]] = ()
     """What `type` may be, of an object of which others have kinds with fields of their own."""
@@ -109,7 +112,9 @@ def targets_of(slo: SloBody | None, slo_class: str | None) -> GivenTargets:
 def asks(value: object) -> bool:
     """Whether a value asks for something. Null, false, zero and what is empty do not."""
     if isinstance(value, Raw):
-        return bytes(value).translate(None, b" \t\r\n") not in (b"null", b"false", b'""', b"[]", b"{}", b"0")
+        text = bytes(value).strip(_SPACES)
+        is_plain = text in (b"null", b"false", b'""', b"0")
+        return not is_plain and text.translate(None, _SPACES) not in (b"[]", b"{}")
     return value is not UNSET and bool(value)
 
 

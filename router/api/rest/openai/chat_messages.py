@@ -12,6 +12,7 @@ from common.validation import ModelLimits, check_messages
 from router.api.rest.openai.body_types import Body, GivenRaw, refuse_if_asked
 from router.api.rest.openai.tools import ToolCall, calls_of
 from text.conversation import (
+    CallIds,
     Conversation,
     Json,
     Tools,
@@ -78,8 +79,8 @@ def conversation_of(
         raise InvalidArgumentError("continue_final_message", "cannot be together with add_generation_prompt")
     check_messages(len(given), limits, "messages")
     check_num_parts(sum(len(one.content) for one in given if isinstance(one.content, list)), "messages")
-    values = ValueCount()
-    messages = [_message(message, f"messages[{index}]", values) for index, message in enumerate(given)]
+    values, ids = ValueCount(), CallIds()
+    messages = [_message(message, f"messages[{index}]", values, ids) for index, message in enumerate(given)]
     check_options(options or {}, "chat_template_kwargs")
     if continue_final_message:
         check_continued(messages, "continue_final_message")
@@ -134,7 +135,7 @@ class ChatInPlace(Body, kw_only=True):
         )
 
 
-def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
+def _message(message: ChatMessage, where: str, values: ValueCount, ids: CallIds) -> Json:
     refuse_if_asked(message, message.unsupported, where=where)
     if message.type not in (None, "text", "message"):
         raise InvalidArgumentError(f"{where}.type", f'must be "text" or "message", not {message.type!r}')
@@ -151,6 +152,7 @@ def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning_content or message.reasoning,
         values=values,
+        ids=ids,
     )
 
 

@@ -65,13 +65,13 @@ class GenerationBody(GuidedFields, kw_only=True, dict=True):
     return_tokens_as_token_ids: bool | None = None  # in logprobs
     logits_processors: GivenRaw = UNSET
     guided_decoding_backend: GivenRaw = UNSET
+    detokenize: bool | None = None  # whether an answer has its text
     guided_whitespace_pattern: GivenRaw = UNSET
     kv_transfer_params: GivenRaw = UNSET
     vllm_xargs: GivenRaw = UNSET
 
     of_vllm: ClassVar[tuple[str, ...]] = (
         "logits_processors",
-        "guided_decoding_backend",
         "guided_whitespace_pattern",
         "kv_transfer_params",
         "vllm_xargs",
@@ -85,6 +85,9 @@ class GenerationBody(GuidedFields, kw_only=True, dict=True):
         self.check_service_tier()
         refuse_if_asked(self, (*self.unsupported, *self.of_vllm))
         refuse_unless(self, "truncation_side", "left")
+        refuse_unless(self, "guided_decoding_backend", "auto")
+        if self.detokenize is False:
+            raise InvalidArgumentError("detokenize", "only true is supported: answers have their text")
         if self.skip_special_tokens is False:
             raise InvalidArgumentError("skip_special_tokens", "only true is supported: special tokens have no text")
         self.choices.check()

@@ -5,12 +5,14 @@ At most one of them. Schemas and structural tags are objects, or texts of such.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
 from common.guided import MAX_GRAMMAR_CHARS, Guided, json_text
-from router.api.rest.openai.body_types import AnswerBody, Body, GivenRaw, is_given
+from router.api.rest.openai.body_types import AnswerBody, Body, GivenRaw, is_given, refuse_if_asked
 
 MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_CHARS  # as the client wrote it, with its white space
 
@@ -33,6 +35,34 @@ class StructuredOutputs(Body, kw_only=True):
     choice: list[str] | None = None
     grammar: str | None = None
     structural_tag: GivenRaw = UNSET
+
+    # How vLLM's compiler of grammars may go about it. Its clients write out what holds if nothing is said.
+    disable_fallback: bool | None = None  # there is one compiler
+    disable_any_whitespace: GivenRaw = UNSET
+    disable_additional_properties: GivenRaw = UNSET
+    whitespace_pattern: GivenRaw = UNSET
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "disable_any_whitespace",
+        "disable_additional_properties",
+        "whitespace_pattern",
+    )
+
+    def form(self) -> Guided | None:
+        """None if it asks for none: all of its fields are as vLLM's clients write out what they leave unset. Raises
+        `InvalidArgumentError`."""
+        refuse_if_asked(self, self.unsupported, where="structured_outputs")
+        plain = (self.json_object or None, self.regex, self.choice, self.grammar)
+        if plain == (None,) * 4 and not (is_given(self.json) or is_given(self.structural_tag)):
+            return None
+        return Guided(
+            json_schema=schema_text(self.json, "structured_outputs.json"),
+            json_object=bool(self.json_object),
+            regex=self.regex or "",
+            choice=tuple(self.choice or ()),
+            grammar=self.grammar or "",
+            structural_tag=schema_text(self.structural_tag, "structured_outputs.structural_tag"),
+        )
 
 
 class NamedSchema(Body, kw_only=True):
@@ -80,20 +110,8 @@ class GuidedFields(AnswerBody, kw_only=True):
                     ),
                 )
             )
-        if (vllm := self.structured_outputs) is not None:
-            asked.append(
-                (
-                    "structured_outputs",
-                    Guided(
-                        json_schema=schema_text(vllm.json, "structured_outputs.json"),
-                        json_object=bool(vllm.json_object),
-                        regex=vllm.regex or "",
-                        choice=tuple(vllm.choice or ()),
-                        grammar=vllm.grammar or "",
-                        structural_tag=schema_text(vllm.structural_tag, "structured_outputs.structural_tag"),
-                    ),
-                )
-            )
+        if self.structured_outputs is not None and (guided := self.structured_outputs.form()):
+            asked.append(("structured_outputs", guided))
         if is_given(self.guided_json):
             asked.append(("guided_json", Guided(json_schema=schema_text(self.guided_json, "guided_json"))))
         if self.guided_regex is not None:

@@ -7,7 +7,9 @@ it is read into.
 from __future__ import annotations
 
 import json
+import math
 import re
+from itertools import chain
 from typing import TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -22,6 +24,7 @@ from router.running.request import new_request_id
 
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
 MAX_KEY_CHARS = 100  # of a key in an error
+MAX_ID_DIGITS = 4300  # that Python reads as an integer
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -87,8 +90,8 @@ def _wrong(message: str, data: bytes) -> InvalidArgumentError:
             return InvalidArgumentError(f"{path}.{match[1]}" if path else match[1][:100], said)
     if not path:
         return InvalidArgumentError("", "the body must be a JSON object")
-    if path == "logit_bias" and (key := _bad_bias(data)):
-        path = f"{path}.{key[:MAX_KEY_CHARS]}"
+    if path == "logit_bias" and (key := _bad_bias(data)) is not None:
+        path += "." + (key[:MAX_KEY_CHARS] or '""')
     return InvalidArgumentError(path, f"has the wrong type: {reason}")
 
 
@@ -128,14 +131,27 @@ def _body_of(body_class: type[Body], name: str) -> type[Body] | None:
     return None
 
 
-def _bad_bias(data: bytes) -> str:
-    """The first key of `logit_bias` that is no token id, or whose value is no number; empty if the body is too large to
-    look for it."""
-    biases = json.loads(data)["logit_bias"] if len(data) <= MAX_SEARCHED_BYTES else None
-    for key, bias in biases.items() if isinstance(biases, dict) else ():
-        if not _INTEGER.fullmatch(key) or isinstance(bias, bool) or not isinstance(bias, int | float):
+def _bad_bias(data: bytes) -> str | None:
+    """The first key of `logit_bias` that is no token id, or whose value is no number; None if there is none, or if the
+    body is too large to look for it. A key may stand there twice."""
+    if len(data) > MAX_SEARCHED_BYTES:
+        return None
+    try:  # numbers stay texts, of which one of many digits is read sooner
+        members = json.loads(data, object_pairs_hook=tuple, parse_int=_Number, parse_float=_Number)
+    except (ValueError, RecursionError):  # what comes after it is no JSON
+        return None
+    objects = [value for name, value in members if name == "logit_bias" and isinstance(value, tuple)]
+    for key, bias in chain.from_iterable(objects):
+        is_id = _INTEGER.fullmatch(key) and len(key) <= MAX_ID_DIGITS
+        if not is_id or not isinstance(bias, _Number) or math.isinf(float(bias)):
             return str(key)
-    return ""
+    return None
+
+
+class _Number(str):
+    """A number as it was written."""
+
+    __slots__ = ()
 
 
 def _field_of_bad_text(data: bytes) -> str:

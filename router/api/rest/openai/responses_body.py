@@ -24,6 +24,7 @@ from router.api.rest.openai.responses_input import InputItem, num_parts, turns_o
 from router.api.rest.openai.sampling_fields import parameters_in, with_sampling
 from router.api.rest.openai.tools import JsonObject, allowed_mode
 from text.conversation import (
+    CallIds,
     Conversation,
     Json,
     Tool,
@@ -224,8 +225,8 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
             return [*messages, make_message("input", role="user", content=self.input)]
         check_messages(len(self.input), limits, "input")
         check_num_parts(num_parts(self.input), "input")
-        values = ValueCount()
-        return messages + [turn.message(values) for turn in turns_of(self.input)]
+        values, ids = ValueCount(), CallIds()
+        return messages + [turn.message(values, ids) for turn in turns_of(self.input)]
 
     def _tools(self) -> Tools:
         check_num_tools(len(self.tools or ()), "tools")

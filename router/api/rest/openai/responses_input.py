@@ -11,7 +11,7 @@ from msgspec import UNSET, field
 from common.errors import InvalidArgumentError
 from router.api.rest.openai.body_types import Body, GivenRaw, is_list, refuse_if_asked
 from router.api.rest.openai.kept_reasoning import given_back
-from text.conversation import Call, Json, ValueCount, joined_parts, make_message
+from text.conversation import Call, CallIds, Json, ValueCount, joined_parts, make_message
 
 FIELDS = {
     "message": {"role", "content", "name"},
@@ -76,7 +76,7 @@ class Turn:
         self.call_id: str | None = None
         self.name: str | None = None
 
-    def message(self, values: ValueCount) -> Json:
+    def message(self, values: ValueCount, ids: CallIds) -> Json:
         return make_message(
             self.where,
             role=self.role,
@@ -84,9 +84,10 @@ class Turn:
             name=self.name,
             calls=self.calls,
             calls_field=self.where,
-            tool_call_id=self.call_id,
+            tool_call_id=ids.of_result(self.call_id, f"{self.where}.call_id") if self.call_id is not None else None,
             reasoning=joined_parts(self.thoughts),
             values=values,
+            ids=ids,
         )
 
 
@@ -105,8 +106,8 @@ def turns_of(items: list[InputItem]) -> list[Turn]:
             if getattr(item, name) is not None:
                 raise InvalidArgumentError(f"{where}.{name}", f"is not a field of type {item.type!r}")
         if item.type == "function_call_output":
-            if not item.call_id:
-                raise InvalidArgumentError(f"{where}.call_id", "must not be empty")
+            if item.call_id is None:
+                raise InvalidArgumentError(f"{where}.call_id", "is required")
             turn = Turn(where, "tool")
             turn.call_id, turn.name = item.call_id, item.name
             turn.texts.append(_text(item.output, f"{where}.output"))
@@ -131,7 +132,9 @@ def _add(item: InputItem, where: str, last: Turn | None, turns: list[Turn]) -> N
         last.texts.append(_text(item.content, f"{where}.content"))
         last.name = item.name
     elif item.type == "function_call":
-        given = {"call_id": item.call_id or "", "name": item.name or "", "arguments": item.arguments or ""}
+        if item.call_id is None:
+            raise InvalidArgumentError(f"{where}.call_id", "is required")
+        given = {"call_id": item.call_id, "name": item.name or "", "arguments": item.arguments or ""}
         last.calls.append(Call(**given, places=(f"{where}.call_id", f"{where}.name", f"{where}.arguments")))
     elif item.type == "reasoning":
         kept = given_back(item.encrypted_content, f"{where}.encrypted_content") if item.encrypted_content else ""
