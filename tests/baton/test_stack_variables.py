@@ -6,14 +6,18 @@ import json
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
+from baton.client.sync_client import Client
 from baton.settings import load
 from baton.stack import stack_plan
 from baton.stack.local_stack import Stack, run
 from common.config import UpSettings
-from common.errors import ConfigError, StartupError
+from common.errors import ConfigError, StartupError, UnauthenticatedError
 from common.model_files import broken_template
+from tests.integration.stack import CALL_TIMEOUT_S, ClientOptions, running
+from tests.integration.stack import Stack as RunningStack
 
 SHARED = {"BATON_TLS_CERT": "c.pem", "BATON_TLS_KEY": "k.pem", "BATON_TLS_CA": "ca.pem"}
 OF_ROUTER = {"BATON_API_KEYS_FILE": "keys", "BATON_MAX_REQUESTS": "7", "BATON_TLS_CLIENT_CA": "clients.pem"}
@@ -85,6 +89,30 @@ def test_settings_of_the_web_are_the_stack_s_own() -> None:
     for bad in (UpSettings(uds="/a b"), UpSettings(uds="/run/b", router_processes=2)):
         with pytest.raises(ConfigError, match="--uds"):
             stack_plan.check(bad)
+
+
+class Keyed(RunningStack):
+    client_options = ClientOptions(api_key="sk-mine")
+
+
+@pytest.mark.slow
+def test_a_running_stack_with_keys_lets_nobody_else_in(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("sk-mine name=mine\n")
+    stack = Keyed(tmp_path, "--device=simulated", variables={"BATON_API_KEYS_FILE": str(tmp_path / "keys")})
+
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        body = {"prompt": "Hi", "max_tokens": 2}
+        return httpx.post(
+            f"{stack.http}/v1/completions", json=body, headers=headers, timeout=CALL_TIMEOUT_S, trust_env=False
+        ).status_code
+
+    with running(stack):
+        assert [status(key) for key in ("sk-mine", "", "sk-wrong")] == [200, 401, 401]
+        with stack.client() as client:
+            assert client.generate("Hi", max_tokens=2).result().text
+        with Client(stack.grpc, timeout=CALL_TIMEOUT_S) as nobody, pytest.raises(UnauthenticatedError):
+            nobody.generate("Hi", max_tokens=2).result()
 
 
 BAD = "{% if messages %}{{ messages }"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from kv_store.memory import MemoryConnector
 from tests.engine.test_guided_text import GUIDED, Engine, RandomDevice
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
 from tests.support.fake_device import BLOCK_SIZE, FakeDevice, assert_idle, run
+from text.thought import Thought, after_thought
 
 PROMPT = list(range(5, 26))
 
@@ -122,7 +124,16 @@ class ChosenWords:
         }
 
 
-@pytest.mark.parametrize("guided", [GUIDED, Guided(regex="(ab|cd){3,9}"), Guided(choice=("ab", "abcde"))], ids=str)
+REASONED = Guided(
+    structural_tag=json.dumps(
+        {"format": after_thought(Thought("", "e"), {"type": "regex", "pattern": "(ab|cd){3,9}"}, {})}
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "guided", [GUIDED, Guided(regex="(ab|cd){3,9}"), Guided(choice=("ab", "abcde")), REASONED], ids=str
+)
 def test_a_draft_stops_where_the_grammar_refuses(compiler: GrammarCompiler, guided: Guided) -> None:
     answers = []
     for drafter in (None, "recorded"):

@@ -149,10 +149,12 @@ class Service:
 class Stack(Service):
     """A running `baton up`."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: of its environment, beside the test's own."""
         self.kv_dir = folder / "kv"
         ports = ("--http-port=0", "--grpc-port=0", f"--kv-dir={self.kv_dir}")
-        self.process = Process("baton up", baton("up", *FLAGS, *ports, *flags), folder / "up.log")
+        environ = {**os.environ, **variables} if variables else None
+        self.process = Process("baton up", baton("up", *FLAGS, *ports, *flags), folder / "up.log", environ)
         try:
             fields = ready_fields(self.process)
         except BaseException:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from common.guided import Guided
 from common.sampling import SamplingOptions
 from tests.integration.ask import Salt
 from tests.integration.stack import Fleet, Stack, kill, running
+from text.thought import Thought, after_thought
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,6 +46,33 @@ def test_no_answer_changes(stack: Stack, salt: Salt, options: SamplingOptions) -
     assert guessed.usage.completion_tokens == plain.usage.completion_tokens
     assert [token.token_id for token in guessed.logprobs] == [token.token_id for token in plain.logprobs]
     assert guessed.report.prefill_worker
+    assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > 0
+    assert plain.report.num_drafted_tokens == 0
+
+
+def test_reasoning_before_a_form_does_not_change(stack: Stack, salt: Salt) -> None:
+    """The text of both is guessed, and so is what ends the reasoning."""
+    turn = '<think>\nThe parcel is paid.\n</think>\n{"number": %d, "is_paid": true}\n'
+    schema = {
+        "type": "object",
+        "properties": {"number": {"type": "integer"}, "is_paid": {"type": "boolean"}},
+        "required": ["number", "is_paid"],
+        "additionalProperties": False,
+    }
+    form = after_thought(Thought("", "</think>"), {"type": "json_schema", "json_schema": schema}, {})
+    guided = Guided(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+    prompt = "".join(turn % number for number in range(1, 7)) + "<think>\n"
+    with stack.client() as client:
+        guessed, plain = (
+            client.generate(
+                prompt, guided=guided, temperature=0.0, max_tokens=60, speculate=speculate, cache_salt=salt()
+            ).result()
+            for speculate in (True, False)
+        )
+    assert (guessed.text, guessed.token_ids) == (plain.text, plain.token_ids)
+    reasoning, _, answer = plain.text.partition("</think>")
+    assert reasoning.strip()
+    assert json.loads(answer).keys() == {"number", "is_paid"}
     assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > 0
     assert plain.report.num_drafted_tokens == 0
 
