@@ -16,10 +16,39 @@ from router.api.rest.http.protocol import MAX_HEAD_BYTES, Connections, LimitedPr
 from router.api.rest.http.tls_listener import accept_tls
 
 
+DATE_S = 1.0  # for so long answers have the same date in their head
+
+
 class _Uvicorn(uvicorn.Server):
+    """Ends as soon as it is told to, if there are no connections. uvicorn itself looks ten times a second whether it has
+    to end, and then waits for a tenth of a second whatever there is."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = self.force_exit = True
+        self._ending.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # which sets the date, too
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self._ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for server in self.servers:
+            await server.wait_closed()
 
 
 class WebServer:
@@ -80,4 +109,4 @@ class WebServer:
 
     def stop(self) -> None:
         """Cuts off what runs."""
-        self._server.should_exit = self._server.force_exit = True
+        self._server.end()
