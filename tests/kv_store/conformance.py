@@ -22,10 +22,8 @@ from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, Transfe
 from kv_store.host_pages import prepare_pages
 from kv_store.peers import join_peers, join_refs
 from kv_store.shards import shard_of
+from tests.kv_store.blocks import PATIENCE_S, SPEC, name_of
 
-SPEC = KVCacheSpec(
-    model_id="conformance", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16"
-)  # 768 bytes per block
 LARGE_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
 TP_DEGREES = [  # of the producer and the consumer
     (1, 2),
@@ -35,7 +33,6 @@ TP_DEGREES = [  # of the producer and the consumer
 ]
 WIDE_SPEC = replace(SPEC, num_kv_heads=4)  # that of a whole block, for workers of several ranks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PATIENCE_S = 60.0  # until a test gives up; nothing is expected to take that long
 
 Create = Callable[[str, str], KVConnector]  # worker_id, epoch
 
@@ -45,11 +42,6 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < give_up
         time.sleep(0.01)
-
-
-def name_of(number: int) -> bytes:
-    """A block hash."""
-    return number.to_bytes(16, "big")
 
 
 class Worker:

@@ -15,7 +15,7 @@ from common.errors import TransferError
 from common.types import KVCacheSpec
 from kv_store.shared_storage.block_files import BlockData, BlockFiles
 from kv_store.shared_storage.file_clock import FileClock
-from tests.kv_store.conformance import PATIENCE_S, SPEC, name_of
+from tests.kv_store.blocks import PATIENCE_S, SPEC, name_of
 
 
 def files_of(kv_dir: Path, spec: KVCacheSpec = SPEC) -> BlockFiles:

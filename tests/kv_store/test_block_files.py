@@ -17,7 +17,7 @@ import xxhash
 
 from kv_store.shared_storage.block_files import USE_INTERVAL_S, BlockFiles
 from kv_store.shared_storage.run_file import HEADER_BYTES, MAX_BLOCKS, is_run_size
-from tests.kv_store.conformance import SPEC, name_of
+from tests.kv_store.blocks import SPEC, name_of
 from tests.kv_store.stored import files_of, flip, path_of, read, runs_of, write
 
 REPOSITORY = Path(__file__).parents[2]
@@ -365,7 +365,7 @@ def run_writer(kv_dir: Path, body: str) -> subprocess.Popen[str]:
     script = f"""
 import os, resource, signal, sys
 from pathlib import Path
-from tests.kv_store.conformance import SPEC, name_of
+from tests.kv_store.blocks import SPEC, name_of
 from tests.kv_store.stored import files_of, read, write
 files = files_of(Path({str(kv_dir)!r}))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -18,7 +18,7 @@ from kv_store.shared_storage.file_clock import FileClock
 from kv_store.shared_storage.file_lease import STALE_S, FileLease
 from kv_store.shared_storage.layout import StoreLayout
 from kv_store.shared_storage.run_file import HEADER_BYTES
-from tests.kv_store.conformance import SPEC, name_of
+from tests.kv_store.blocks import SPEC, name_of
 from tests.kv_store.stored import files_of, flip, path_of, read, runs_of, write
 
 BLOCK = SPEC.block_bytes
