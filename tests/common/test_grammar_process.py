@@ -94,17 +94,16 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> ModelTokens:
     return ModelTokens(str(file), vocab_size(), (eos_id(),))
 
 
-@pytest.fixture(scope="module", params=["bytes", "tokens"])
+@pytest.fixture(scope="module", params=["bytes", pytest.param("tokens", marks=pytest.mark.slow)])
 def process(request: pytest.FixtureRequest, tokens: ModelTokens) -> Iterator[GrammarProcess]:
     process = GrammarProcess(None if request.param == "bytes" else tokens)
     yield process
     process.close()
 
 
-@pytest.mark.parametrize(("guided", "words"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(
-    process: GrammarProcess, guided: Guided, words: str
-) -> None:
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(process: GrammarProcess, name: str) -> None:
+    guided, words = HOSTILE[name]
     process.check(GOOD)
     keeper = process.pid
     with pytest.raises(ValueError, match=words) as caught:
@@ -209,8 +208,8 @@ def test_it_ends_with_its_parent_and_has_none_of_its_sockets(at: str) -> None:
 
 
 def test_threads_that_compile_what_passed_have_larger_stacks() -> None:
-    threads = GrammarThreads(1, "grammar")
-    assert threads.submit(threading.get_ident).result() != threading.get_ident()
+    threads = GrammarThreads(1, "grammar", max_pending=1, full="too many")
+    assert threads.submit("", threading.get_ident).result() != threading.get_ident()
     assert grammar_process.LIMITS.stack_bytes < grammar_process.LARGER_STACK_BYTES
     assert threading.stack_size() == 0  # others' are as they were
     threads.close()
