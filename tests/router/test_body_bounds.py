@@ -149,7 +149,7 @@ async def test_values_without_text_are_work_for_threads(monkeypatch: pytest.Monk
     """The event loop renders what is small alone."""
     sizes = []
 
-    async def run(_: TextThreads, size: int, work: Callable[[], ResultT]) -> ResultT:
+    async def run(_: TextThreads, size: int, work: Callable[[], ResultT], *__: object) -> ResultT:
         sizes.append(size)
         return work()
 
