@@ -24,7 +24,7 @@ from tests.router.tiny_tokenizer import byte_ids, ids_of
 from tests.router.tool_calls import TWO_CALLS
 from tests.support.fake_worker import ANSWER, FakeWorker
 from text.answer_parts import TextPart, ToolCallDelta
-from text.conversation import ValueCount
+from text.conversation import CallIds, ValueCount
 
 TOOL: Any = {
     "type": "function",
@@ -94,7 +94,7 @@ def test_texts_of_a_turn_are_joined_once() -> None:
     items = [InputItem(type="reasoning", content="a"), InputItem(type="reasoning", content="")] * 9
     (turn,) = turns_of(items)
     assert turn.thoughts == ["a"] * 9
-    assert turn.message(ValueCount())["reasoning_content"] == "\n".join("a" * 9)
+    assert turn.message(ValueCount(), CallIds())["reasoning_content"] == "\n".join("a" * 9)
 
 
 def test_lists_that_change_nothing_are_not_decoded() -> None:

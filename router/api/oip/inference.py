@@ -153,7 +153,9 @@ async def infer(
 
         keep = kept_tokens(sampling, model.limits, name=name)
         special = body.add_special_tokens is not False
-        prompts = await gateway.preparation.prompts(model, body.prompts(), TEXT, add_special_tokens=special, keep=keep)
+        prompts = await gateway.preparation.prompts(
+            model, body.prompts(), TEXT, add_special_tokens=special, keep=keep, client=client
+        )
         choices = body.choices
         requests = gateway.preparation.requests(
             model,
@@ -175,7 +177,8 @@ async def infer(
             is_whole=not inference.streams,
         )
         first = requests[0]
-        await gateway.preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form)
+        check = gateway.preparation.check_guided
+        await check(first.sampling_params, first.sampling_field, first.tools, first.form, client)
         within.enter_context(gateway.generation.charged(requests, field_name(choices.field())))
         outputs = gateway.generation.outputs(requests, held.grow)
         if choices.are_compared:

@@ -99,7 +99,8 @@ class GenerationHandlers:
         body = await read(MessagesBody, request, self._gateway.admission)
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
-            return [await self._gateway.preparation.chat_prompt(model, body.conversation(model.limits), keep=keep)]
+            chat_prompt, client = self._gateway.preparation.chat_prompt, current_client.get()
+            return [await chat_prompt(model, body.conversation(model.limits), keep=keep, client=client)]
 
         def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold) -> MessageAnswer:
             return MessageAnswer(

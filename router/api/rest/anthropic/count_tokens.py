@@ -36,10 +36,12 @@ class CountTokensHandler:
     async def count_tokens(self, request: Request) -> Response:
         request_id, admission = begin(request), self._gateway.admission
         body = await read(CountTokensBody, request, admission)
-        admission.charge(current_client.get())
+        client = current_client.get()
+        admission.charge(client)
         model = admission.served(body.model or "")
         body.check()
-        prompt = await self._gateway.preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)
+        chat_prompt, conversation = self._gateway.preparation.chat_prompt, body.conversation(model.limits)
+        prompt = await chat_prompt(model, conversation, has_answer=False, client=client)
         return json_response(
             {"input_tokens": len(prompt.token_ids)}, headers=request_id_headers(request_id, ANTHROPIC_PATH)
         )

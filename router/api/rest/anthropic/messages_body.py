@@ -35,6 +35,7 @@ from router.api.rest.openai.sampling_fields import parameters_in, with_sampling
 from router.limits.targets import GivenTargets
 from text.conversation import (
     DEFAULT_EFFORT,
+    CallIds,
     Conversation,
     Json,
     Tool,
@@ -168,8 +169,8 @@ class PromptFields(Body, kw_only=True):
         made = []
         if system := text_of(self.system, "system"):
             made.append(make_message("system", role="system", content=system))
-        turns, values = turns_of(self.messages), ValueCount()
-        made += [turn.message(values) for turn in turns]
+        turns, values, ids = turns_of(self.messages), ValueCount(), CallIds()
+        made += [turn.message(values, ids) for turn in turns]
         continues = turns[-1].role == "assistant"
         if continues and turns[-1].calls:
             raise InvalidArgumentError(

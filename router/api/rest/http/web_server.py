@@ -15,13 +15,12 @@ from starlette.types import ASGIApp
 from router.api.rest.http.protocol import MAX_HEAD_BYTES, Connections, LimitedProtocol
 from router.api.rest.http.tls_listener import accept_tls
 
-
 DATE_S = 1.0  # for so long answers have the same date in their head
 
 
 class _Uvicorn(uvicorn.Server):
-    """Ends as soon as it is told to, if there are no connections. uvicorn itself looks ten times a second whether it has
-    to end, and then waits for a tenth of a second whatever there is."""
+    """Ends as soon as it is told to, if there are no connections. uvicorn itself looks ten times a second whether it
+    has to end, and then waits for a tenth of a second whatever there is."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
