@@ -107,6 +107,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "status": ClientSettings,
     "trace": ClientSettings,
     "top": ClientSettings,
+    "admin": ClientSettings,
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,
     "doctor": UP_SETTINGS,

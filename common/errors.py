@@ -10,6 +10,7 @@ BatonError
 ├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
 ├── IncompatibleError         model, dtype or KV layout differ             FAILED_PRECONDITION  409
 ├── DeadlineError             the request's own deadline passed            DEADLINE_EXCEEDED    504
+├── AbortedError              an operator ended the request                ABORTED              499
 ├── SlowReaderError           its caller left too much of it unread        ABORTED              408
 ├── InternalError             a defect of ours                             INTERNAL             500
 ├── ConfigError               a setting is wrong: names the key            (at start only)
@@ -100,6 +101,17 @@ class DeadlineError(BatonError):
     http_status = 504
 
 
+class AbortedError(BatonError):
+    """An operator ended the request. Its client should not try it again, and no worker is asked in place of another.
+    `field` tells it from other errors with this code."""
+
+    grpc_code = "ABORTED"
+    http_status = 499
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, field="request_id")
+
+
 class SlowReaderError(BatonError):
     """The caller does not read its stream. No other worker would do better, so it is not tried again."""
 
@@ -130,6 +142,8 @@ def error_of(grpc_code: str, reason: str, *, field: str = "", retry_after_s: flo
     """The error for another process's status; `InternalError` if no error here has that code."""
     if grpc_code == InvalidArgumentError.grpc_code:
         return InvalidArgumentError(field, reason)
+    if grpc_code == AbortedError.grpc_code and field == "request_id":
+        return AbortedError(reason)
     for retriable in (OverloadedError, UnavailableError):
         if grpc_code == retriable.grpc_code:
             return retriable(reason) if retry_after_s is None else retriable(reason, retry_after_s)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
+LEVELS = ("debug", "info", "warning", "error")
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,21 @@ def set_level(level: str) -> None:
         _settled[:] = [logging.getLevelNamesMapping()[level.upper()]]
     else:
         logging.getLogger().setLevel(level.upper())
+
+
+def order_level(level: str) -> None:
+    """Shows lines of this severity and more, whatever was asked for before. Says so if that changes anything."""
+    number, root = logging.getLevelNamesMapping()[level.upper()], logging.getLogger()
+    _settled.clear()
+    if number != root.level:
+        root.setLevel(min(number, logging.WARNING))  # for this line
+        log.warning("another log level", extra={"least_severe": level})
+        root.setLevel(number)
+
+
+def shown_level() -> str:
+    """The least severe lines that are shown now."""
+    return logging.getLevelName(logging.getLogger().level).lower()
 
 
 def flip_debug() -> bool:

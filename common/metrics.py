@@ -157,6 +157,10 @@ router_fallbacks = Counter("baton_router_fallbacks", "Answers for which the deco
 router_endpoints = _gauge(
     "baton_router_endpoints", "Workers as this router sees them.", ["role", "state"], of_several="livemax"
 )
+router_paused = _gauge(
+    "baton_router_paused", "1 while an operator has this router take no new requests.", of_several="livemax"
+)
+router_aborted = Counter("baton_router_aborted", "Answers and embeddings that an operator ended.")
 router_false_workers = _counter(
     "baton_router_false_workers",
     "Times that a worker said what cannot be, by what it spoke of: itself (info), its KV (blocks), or an "
@@ -228,6 +232,7 @@ worker_leases_kept = Counter(
     "baton_worker_leases_kept",
     "Prefill streams that ended otherwise than by their decode worker's word, and whose blocks were kept for a while.",
 )
+worker_paused = _gauge("baton_worker_paused", "1 while an operator has this worker take no new work.")
 worker_streams = Counter("baton_worker_streams", "Streams that ended, by service and gRPC status.", ["service", "code"])
 worker_decode_calls = Counter(
     "baton_worker_decode_calls",

@@ -27,6 +27,7 @@ class WorkerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     UNREACHABLE = "unreachable"  # as a router sees it
+    PAUSED = "paused"  # takes no new work until it is resumed
 
 
 @dataclass(slots=True, frozen=True)

@@ -35,6 +35,10 @@ class CacheHints:
         if hint.action is m.CacheAction.PREFETCH:
             self._remote_kv.prefetch(hint.call_id, hint.tenant, names, now)
             return
+        if hint.action is m.CacheAction.FLUSH:
+            num_device, num_host = blocks.named.evict(list(blocks.names()))
+            self._emit(m.CacheHinted(call_id=hint.call_id, num_device_blocks=num_device, num_host_blocks=num_host))
+            return
         if hint.action is m.CacheAction.EVICT:
             num_device, num_host = blocks.named.evict(names)
             stored = self._remote_kv.evict_stored(names)

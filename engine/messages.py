@@ -142,11 +142,13 @@ class GetBlocks(msgspec.Struct, tag=True, frozen=True):
 class CacheAction(StrEnum):
     RETAIN = "retain"  # evict these after others for a time
     EVICT = "evict"  # forget these now, in every tier
+    FLUSH = "flush"  # forget all that is on the device or in host memory; the store keeps what it has
     PREFETCH = "prefetch"  # bring these onto the device, when there is time
 
 
 class HintCache(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Does something with the blocks of these names, a prompt's from its first one on. Answered by `CacheHinted`."""
+    """Does something with the blocks of these names, a prompt's from its first one on. Answered by `CacheHinted`.
+    FLUSH: with all blocks, and none is named."""
 
     call_id: int
     action: CacheAction
@@ -175,6 +177,12 @@ class ShowDebug(msgspec.Struct, tag=True, frozen=True):
     is_on: bool
 
 
+class OrderLevel(msgspec.Struct, tag=True, frozen=True):
+    """Which log lines are shown from now on; see `common.logs`."""
+
+    level: str
+
+
 Command = (
     AddRequest
     | Embed
@@ -193,6 +201,7 @@ Command = (
     | ProfileSteps
     | EndProfile
     | ShowDebug
+    | OrderLevel
 )
 
 # ------------------------------------------------------------------------------------------------ events
@@ -369,7 +378,7 @@ class CacheHinted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What became of a `HintCache`."""
 
     call_id: int
-    # EVICT: how many of the named blocks were on the device. Otherwise: how many leading blocks are.
+    # EVICT: how many of the named blocks were on the device; FLUSH: of all. Otherwise: how many leading blocks are.
     num_device_blocks: int = 0
     num_host_blocks: int = 0  # likewise, of blocks that were in host memory alone; PREFETCH: that came from there
     num_stored_blocks: int = 0  # EVICT: that the store had; PREFETCH: that it gave

@@ -25,7 +25,7 @@ from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, ConfigError
 from common.grpc.options import LOSS_NOTICED_S
-from common.logs import setup_logging, show_debug
+from common.logs import order_level, setup_logging, show_debug
 from common.metric_relay import MetricRelay
 from common.process.tasks import end_with_threads
 from common.types import LOAD_INTERVAL_S, WorkerLoad
@@ -224,6 +224,8 @@ class _Commands:
                         self._profiler.end()
                     case m.ShowDebug(is_on):
                         show_debug(is_on)
+                    case m.OrderLevel(level):
+                        order_level(level)
                     case _:
                         core.handle(command)
         if stood_still_s > LOSS_NOTICED_S:

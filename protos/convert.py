@@ -17,6 +17,7 @@ _STATES_TO_PROTO = {
     WorkerState.READY: worker_pb2.WORKER_STATE_READY,
     WorkerState.DRAINING: worker_pb2.WORKER_STATE_DRAINING,
     WorkerState.UNREACHABLE: worker_pb2.WORKER_STATE_UNREACHABLE,
+    WorkerState.PAUSED: worker_pb2.WORKER_STATE_PAUSED,
 }
 _FINISH_REASONS_TO_PROTO = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,

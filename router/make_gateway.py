@@ -49,6 +49,7 @@ def make_gateway(
         max_request_bytes=_bytes(settings.max_request_mb),
         quotas=quotas,
         queue=process.queue,
+        is_paused=process.is_paused,
     )
     preparation = Preparation(
         request_timeout_s=settings.request_timeout,

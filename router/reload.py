@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.config import LimitSettings, PolicySettings, RouterSettings
 from common.errors import BatonError, StartupError
 from common.logs import set_level
-from common.process.watched_files import WatchedFiles
+from common.process.watched_files import FilesInUse, WatchedFiles
 from router.limits.request_queue import Places
 from router.make_gateway import policy_of
 from router.running.routes import Routes
@@ -51,6 +51,11 @@ class Reload:
         if version != self._version:
             self._version = version
             self._take_over(settings)
+
+    def in_use(self) -> FilesInUse:
+        """What is known of the file, after `look`."""
+        self.look()
+        return self._watched.in_use()
 
     def _load(self) -> RouterSettings:
         try:

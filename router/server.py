@@ -20,12 +20,14 @@ from common.process.allocator import keep_few_arenas
 from common.process.open_files import allow_open_files
 from common.process.tasks import VitalTasks, count_tasks
 from common.process.unix_sockets import remove, socket_path
+from common.process.watched_files import FilesInUse
 from common.tls import serving_files
 from common.trace_settings import make_trace_export
 from router.api.access_log import AccessLog, AccessLogMiddleware
 from router.api.api_keys import ApiKeys
+from router.api.echo import EchoMiddleware
 from router.api.grpc_auth import KeyInterceptor
-from router.api.grpc_services import DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
+from router.api.grpc_services import ADMIN, DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
 from router.api.rest.app import make_app
 from router.api.rest.http.auth import KeyMiddleware
 from router.api.rest.http.cors import CorsMiddleware
@@ -34,6 +36,7 @@ from router.api.rest.http.listener import listen
 from router.api.rest.http.protocol import Connections
 from router.api.rest.http.root_path import RootPathMiddleware
 from router.api.rest.http.web_server import WebServer
+from router.api.router_orders import RouterOrders
 from router.api.ui.live import Live
 from router.api.ui.pages import PageFiles
 from router.api.worker_views import WorkerViews
@@ -129,7 +132,10 @@ async def serve(
         grpc_port = bind(grpc_server, process.grpc_listen, tls)
         views = WorkerViews(registry, process)
         access_log = AccessLog(settings.access_log) if settings.access_log else None
-        add_services(grpc_server, gateway, registry, views, health, access_log)
+        orders = RouterOrders(
+            process, gateway.admission, functools.partial(_files, reload, quotas, keys), settings.processes
+        )
+        add_services(grpc_server, gateway, registry, views, health, orders, access_log)
         probed = bind_health(process.health_listen, health, shared=shared)
         if not process.is_replacement:
             stack.push_async_callback(registry.close)
@@ -199,6 +205,7 @@ def _around(app: ASGIApp, settings: RouterSettings, keys: ApiKeys | None, access
         app = CorsMiddleware(app, settings.cors_origins, credentials=settings.cors_credentials)
     if settings.root_path:
         app = RootPathMiddleware(app, settings.root_path)
+    app = EchoMiddleware(app)
     return app if access_log is None else AccessLogMiddleware(app, access_log)
 
 
@@ -247,7 +254,7 @@ def _set_health(health: Health, gateway: Gateway) -> None:
     inference = NOT_SERVING if gateway.not_ready() else SERVING
     health.set("", inference)
     health.set(INFERENCE.full_name, inference)
-    for service in (ROUTER, DEMAND):
+    for service in (ROUTER, ADMIN, DEMAND):
         health.set(service.full_name, SERVING)
 
 
@@ -271,6 +278,12 @@ def _look_at_files(reload: Reload | None, quotas: Quotas, keys: ApiKeys | None) 
     quotas.look()
     if keys is not None:
         keys.look()
+
+
+def _files(reload: Reload | None, quotas: Quotas, keys: ApiKeys | None) -> list[FilesInUse]:
+    """An operator's order to read files again: what is in use then."""
+    found = [None if reload is None else reload.in_use(), quotas.in_use(), None if keys is None else keys.in_use()]
+    return [one for one in found if one is not None]
 
 
 async def _watch_settings(reload: Reload) -> None:

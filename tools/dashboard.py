@@ -76,7 +76,14 @@ ROWS: dict[str, list[Panel]] = {
                 (rate("baton_router_batch_requests_total", ROUTER, "outcome"), "of batches: {{outcome}}"),
             ),
         ),
-        Panel("Answers", "ops", ((rate("baton_router_answers_total", ROUTER, "reason"), "{{reason}}"),)),
+        Panel(
+            "Answers",
+            "ops",
+            (
+                (rate("baton_router_answers_total", ROUTER, "reason"), "{{reason}}"),
+                (rate("baton_router_aborted_total", ROUTER), "ended by an operator"),
+            ),
+        ),
         Panel(
             "Running, and queued in the router",
             "short",
@@ -150,7 +157,10 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Workers that routers see",
             "short",
-            ((f"max by (role, state) (baton_router_endpoints{{{ROUTER}}})", "{{role}} {{state}}"),),
+            (
+                (f"max by (role, state) (baton_router_endpoints{{{ROUTER}}})", "{{role}} {{state}}"),
+                (f"sum (baton_router_paused{{{ROUTER}}})", "routers that are paused"),
+            ),
         ),
         Panel(
             "Refused, and files read again",

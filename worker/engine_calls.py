@@ -82,6 +82,10 @@ class EngineCalls:
         finally:
             del self._hints[call_id]
 
+    async def flush_cache(self) -> m.CacheHinted:
+        """Raises `UnavailableError` if no answer comes."""
+        return await self.hint_cache(m.CacheAction.FLUSH, [], tenant="", seconds=0.0)
+
     async def profile(self, num_steps: int, timeout_s: float, path: str) -> m.StepsProfiled:
         """Has a trace of the next steps written to `path`. Raises `UnavailableError` if no answer comes."""
         call_id = next(self._numbers)

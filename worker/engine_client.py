@@ -82,6 +82,11 @@ class EngineClient:
         if not self.died.is_set() and self._process.is_open:
             self.send(m.ShowDebug(is_on))
 
+    def order_level(self, level: str) -> None:
+        """See `common.logs`."""
+        if not self.died.is_set() and self._process.is_open:
+            self.send(m.OrderLevel(level))
+
     @property
     def pid(self) -> int:
         """The engine process's. Raises `UnavailableError` if it has ended."""

@@ -18,6 +18,7 @@ from common import metrics
 from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
 from common.config import WorkerSettings
 from common.errors import (
+    AbortedError,
     BatonError,
     DeadlineError,
     IncompatibleError,
@@ -26,7 +27,7 @@ from common.errors import (
     error_of,
 )
 from common.grpc.transport import Channels
-from common.logs import flip_debug
+from common.logs import flip_debug, order_level
 from common.model_files import broken_template
 from common.retry_budget import hedge_budget
 from common.targets import LatencyTargets, check_age_ms, check_targets
@@ -135,10 +136,10 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def admit(self, work: Work) -> AsyncIterator[None]:
-        """Counts `work` as active while the block runs. Raises `UnavailableError` while draining, and `DeadlineError`
-        if the work takes longer than `--max-request-time`."""
+        """Counts `work` as active while the block runs. Raises `UnavailableError` while draining or paused, and
+        `DeadlineError` if the work takes longer than `--max-request-time`."""
         if self.state is not WorkerState.READY:
-            raise UnavailableError(f"worker {self.worker_id} is draining")
+            raise UnavailableError(f"worker {self.worker_id} is {self.state.value}")
         self.active.add(work)
         self._idle.clear()
         limit = asyncio.timeout(self.settings.max_request_time)
@@ -180,6 +181,28 @@ class Worker:
             if not num_left or time.monotonic() >= deadline:
                 return num_left
             await asyncio.sleep(STORED_POLL_S)
+
+    async def pause(self, *, is_paused: bool) -> None:
+        """Takes no new work from now on, or takes it again. Raises `IncompatibleError` while draining."""
+        if self.drain_requested.is_set():
+            raise IncompatibleError(f"worker {self.worker_id} drains, and will end")
+        self.state = WorkerState.PAUSED if is_paused else WorkerState.READY
+        metrics.worker_paused.set(is_paused)
+        await self.engine.notify_load()
+
+    def abort(self, request_id: str, reason: str) -> int:
+        """Ends this request's answers and embeddings here. Returns how many there were. A prefill ends with the answer
+        that it is for."""
+        error = AbortedError(reason)
+        found = [work for work in self.active if work.request_id == request_id and work.service != "prefill"]
+        for stream in [work.stream for work in found if work.stream is not None]:
+            stream.put(RequestFailed(stream.engine_id, error.grpc_code, error.reason, error.field))
+        return sum(work.stream is not None for work in found)
+
+    def order_level(self, level: str) -> None:
+        """Which log lines this process and its engine show from now on."""
+        order_level(level)
+        self.engine.order_level(level)
 
     def flip_debug(self) -> None:
         """This process and its engine show debug lines, or show them no longer."""

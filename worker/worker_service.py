@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ import grpc
 from common.block_hash import HASH_BYTES, root_hash
 from common.cache_hints import MAX_RETAIN_S, check_retain_s
 from common.errors import InvalidArgumentError
+from common.logs import LEVELS
 from common.model_files import tokenizer_files
 from common.types import WorkerLoad
 from common.version import VERSION
@@ -21,7 +23,9 @@ from engine import messages as m
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import SAMPLING_PARAMETERS, role_to_proto, state_to_proto
 from protos.messages import message_of
-from worker.shell import Worker, check_hint
+from worker.shell import Worker, check_hint, check_names
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0  # load is repeated at least this often
 
@@ -150,6 +154,55 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._worker.drain_timeout = request.timeout_s
         self._worker.drain_requested.set()
         return worker_pb2.DrainResponse()
+
+    async def Pause(  # noqa: N802
+        self,
+        request: worker_pb2.PauseWorkerRequest,  # noqa: ARG002
+        context: Context,
+    ) -> worker_pb2.PauseWorkerResponse:
+        await self._worker.pause(is_paused=True)
+        num_streams = len(self._worker.active)
+        log.warning("paused: no new work is taken", extra={"peer": context.peer(), "num_streams": num_streams})
+        return worker_pb2.PauseWorkerResponse(num_streams=num_streams)
+
+    async def Resume(  # noqa: N802
+        self,
+        request: worker_pb2.ResumeWorkerRequest,  # noqa: ARG002
+        context: Context,
+    ) -> worker_pb2.ResumeWorkerResponse:
+        await self._worker.pause(is_paused=False)
+        log.warning("resumed: new work is taken again", extra={"peer": context.peer()})
+        return worker_pb2.ResumeWorkerResponse()
+
+    async def Abort(self, request: worker_pb2.AbortWorkRequest, context: Context) -> worker_pb2.AbortWorkResponse:  # noqa: N802
+        if not request.request_id:
+            raise InvalidArgumentError("request_id", "is missing")
+        check_names(request.request_id, "")
+        num_streams = self._worker.abort(request.request_id, "an operator ended this request")
+        if num_streams:
+            told = {"request_id": request.request_id, "peer": context.peer(), "num_streams": num_streams}
+            log.warning("aborted by an operator", extra=told)
+        return worker_pb2.AbortWorkResponse(num_streams=num_streams)
+
+    async def FlushCache(  # noqa: N802
+        self,
+        request: worker_pb2.FlushWorkerCacheRequest,  # noqa: ARG002
+        context: Context,
+    ) -> worker_pb2.FlushWorkerCacheResponse:
+        flushed = await self._worker.engine.calls.flush_cache()
+        numbers = {"num_device_blocks": flushed.num_device_blocks, "num_host_blocks": flushed.num_host_blocks}
+        log.warning("the cache was flushed", extra={"peer": context.peer(), **numbers})
+        return worker_pb2.FlushWorkerCacheResponse(**numbers)
+
+    async def SetLogLevel(  # noqa: N802
+        self,
+        request: worker_pb2.SetWorkerLogLevelRequest,
+        context: Context,  # noqa: ARG002
+    ) -> worker_pb2.SetWorkerLogLevelResponse:
+        if request.level not in LEVELS:
+            raise InvalidArgumentError("level", f"must be one of {', '.join(LEVELS)}")
+        self._worker.order_level(request.level)
+        return worker_pb2.SetWorkerLogLevelResponse()
 
     async def GetTokenizer(  # noqa: N802
         self,

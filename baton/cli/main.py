@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 import click
 
+from baton.cli.admin import ADMIN
 from baton.cli.ask import ASK_COMMANDS
 from baton.cli.doctor import DOCTOR
 from baton.cli.options import print_error
@@ -60,7 +61,7 @@ GROUP = _Group(
     "  baton COMMAND --help          everything a command can be told",
     commands={
         command.name or "": command
-        for command in (*SERVE_COMMANDS, *ASK_COMMANDS, TOP, DOCTOR, PROFILE, REPLAY, SIMULATE, TUNE)
+        for command in (*SERVE_COMMANDS, *ASK_COMMANDS, TOP, ADMIN, DOCTOR, PROFILE, REPLAY, SIMULATE, TUNE)
     },
 )
 

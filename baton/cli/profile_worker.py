@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.cli.ask import connect
 from common.config import ClientSettings
+
+if TYPE_CHECKING:
+    from baton.client.report import Profile
 
 MAX_STEPS, MAX_SECONDS = 500, 300.0  # that workers take
 _NAMES = {
@@ -25,6 +29,11 @@ def profile_worker(
         settings = settings.model_copy(update={"router": worker})
     with connect(settings) as client:
         taken = client.profile_worker("" if direct else worker, num_steps=num_steps, timeout_s=seconds or 0.0)
+    return write_profile(taken, worker, out)
+
+
+def write_profile(taken: Profile, worker: str, out: str | None) -> int:
+    """Writes files into the folder `out`. Returns 1 if there is no trace."""
     folder = Path(out or ".")
     folder.mkdir(parents=True, exist_ok=True)
     if taken.num_steps:

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
+from baton.client.admin import Admin
 from baton.client.base_client import BaseClient, Metadata
 from baton.client.call_errors import to_baton_error
 from baton.client.fleet import fleet_worker
@@ -38,7 +39,15 @@ from baton.client.requests import (
     tokenize_message,
 )
 from common.finished_request import FinishedRequest
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2_grpc
+from protos.baton.v1 import (
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from protos.messages import value_of
 
 Request = TypeVar("Request", bound=Message)
@@ -216,6 +225,19 @@ class Client(BaseClient[Answer]):
                 return profile_of(self._fleet.ProfileWorker(asked, timeout=self._timeout, metadata=self._metadata))
             worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
             return profile_of(worker.Profile(asked.profile, timeout=self._timeout))
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
+
+    @property
+    def admin(self) -> Admin:
+        """What operators order of the router and its workers."""
+        return Admin(admin_pb2_grpc.AdminServiceStub(self._channel), self._ask, self._parts)
+
+    def _parts(
+        self, method: grpc.UnaryStreamMultiCallable[Request, worker_pb2.ProfilePart], request: Request
+    ) -> Iterator[worker_pb2.ProfilePart]:
+        try:
+            yield from method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 

@@ -67,8 +67,9 @@ async def send(context: Context, answers: Any) -> None:
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:
-    """Ends the call with `error`."""
-    await context.abort(grpc.StatusCode[error.grpc_code], short(error.message), trailing_metadata=status_details(error))
+    """Ends the call with `error`. Trailing metadata that was set before goes with it."""
+    trailing = (*(context.trailing_metadata() or ()), *status_details(error))
+    await context.abort(grpc.StatusCode[error.grpc_code], short(error.message), trailing_metadata=trailing)
     raise AssertionError("abort always raises")
 
 

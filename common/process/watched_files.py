@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from common import metrics
@@ -20,6 +22,16 @@ log = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT")
 _Signature = tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class FilesInUse:
+    """What is known of the value in use, for people."""
+
+    what: str
+    path: str
+    read_at: float  # seconds since 1970
+    error: str  # why the files as they are now cannot be used; empty if they can
 
 
 class WatchedFiles(Generic[ValueT]):
@@ -37,6 +49,8 @@ class WatchedFiles(Generic[ValueT]):
         self._signature = self._look()
         self._value = load()
         self._version = 0
+        self._read_at = time.time()
+        self._error = ""
 
     def current(self) -> ValueT:
         """Never raises: files that are gone or wrong leave the last good value."""
@@ -52,14 +66,23 @@ class WatchedFiles(Generic[ValueT]):
                 self._signature = signature
             return self._value, self._version
 
+    def in_use(self) -> FilesInUse:
+        """Looks at the files first."""
+        self.current()
+        with self._lock:
+            gone = "" if self._signature is not None else "it is not there, or cannot be read"
+            return FilesInUse(self._what, ", ".join(self._paths), self._read_at, self._error or gone)
+
     def _reload(self) -> None:
         try:
             self._value = self._load()
         except StartupError as error:
+            self._error = error.message
             metrics.file_reloads.labels(self._what, "failed").inc()
             log.warning("changed files cannot be used: the old ones stay", extra={"reason": error.message})
             return
         self._version += 1
+        self._read_at, self._error = time.time(), ""
         metrics.file_reloads.labels(self._what, "ok").inc()
         log.info("files were read again", extra={"what": self._what, "files": ", ".join(self._paths)})
 

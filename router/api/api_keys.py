@@ -8,8 +8,9 @@ One key in a line, and what is known of it; `#` begins a comment:
 
 `name` (logs have it, never the key) is made of the hash if it is not given. Keys of one tenant share the KV blocks
 of equal prefixes among themselves and with nobody else; keys without one share among those without. An operator's key
-sees at `/decisions` where requests of all tenants went, others those of their own. Only hashes are kept in memory. Keys
-should be random (`openssl rand -hex 24`): the hash of a guessable one can be guessed.
+may give orders (`AdminService`), and sees at `/decisions` where requests of all tenants went; others see those of their
+own. Only hashes are kept in memory. Keys should be random (`openssl rand -hex 24`): the hash of a guessable one can be
+guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextvars import ContextVar
 from common import metrics
 from common.errors import ForbiddenError, StartupError, UnauthenticatedError
 from common.logs import RareLine
-from common.process.watched_files import WatchedFiles, read_file
+from common.process.watched_files import FilesInUse, WatchedFiles, read_file
 from router.limits.clients import ApiClient
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class ApiKeys:
     def look(self) -> None:
         """Reads the file again if it has changed."""
         self._watched.current()
+
+    def in_use(self) -> FilesInUse:
+        """What is known of the file, after `look`."""
+        return self._watched.in_use()
 
     def client(self, authorization: str | None, interface: str) -> ApiClient:
         """Whose key `Authorization: Bearer KEY` is. Raises `UnauthenticatedError`; `interface` is for the count."""

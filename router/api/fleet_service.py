@@ -9,12 +9,14 @@ import grpc
 
 from common.errors import IncompatibleError, InvalidArgumentError, NotFoundError, UnavailableError
 from common.finished_request import FinishedRequest
+from common.grpc.calls import Context
 from common.grpc.status import error_of_call
 from common.types import WorkerState
 from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto, state_to_proto
 from protos.messages import message_of
 from router.api.api_keys import check_operator, visible_tenant
+from router.api.audit_log import audited, note
 from router.api.worker_views import WorkerView, WorkerViews
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
@@ -70,26 +72,36 @@ class FleetService:
         return response
 
     async def ProfileWorker(  # noqa: N802
-        self, request: router_pb2.ProfileWorkerRequest, _context: grpc.aio.ServicerContext[object, object]
+        self, request: router_pb2.ProfileWorkerRequest, context: Context
     ) -> AsyncGenerator[worker_pb2.ProfilePart, None]:
         """A trace says what a worker computes, and for how many: that is for operators alone."""
-        check_operator("workers are profiled for")
-        address = request.address
-        if address not in {endpoint.address for endpoint in self._registry.endpoints()}:
-            raise NotFoundError(f"{address!r} is no worker of this router (`baton status` lists them)", field="address")
-        stub = worker_pb2_grpc.WorkerServiceStub(self._registry.channel(address))
-        try:
-            async for part in stub.Profile(request.profile, timeout=PROFILE_TIMEOUT_S):
+        async with audited("baton.v1.RouterService.ProfileWorker", context):
+            note(worker=request.address, num_steps=request.profile.num_steps)
+            check_operator("workers are profiled for")
+            async for part in profile(self._registry, request):
                 yield part
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise IncompatibleError(f"{address} is of a version that takes no profiles") from error
-            raise error_of_call(error.code().name, error.details() or "", error.trailing_metadata()) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise UnavailableError(f"{address} is no worker of this router any more") from None
+
+
+async def profile(
+    registry: Registry, request: router_pb2.ProfileWorkerRequest
+) -> AsyncGenerator[worker_pb2.ProfilePart, None]:
+    """A profile of one worker. Raises `BatonError`."""
+    address = request.address
+    if address not in {endpoint.address for endpoint in registry.endpoints()}:
+        raise NotFoundError(f"{address!r} is no worker of this router (`baton status` lists them)", field="address")
+    stub = worker_pb2_grpc.WorkerServiceStub(registry.channel(address))
+    try:
+        async for part in stub.Profile(request.profile, timeout=PROFILE_TIMEOUT_S):
+            yield part
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise IncompatibleError(f"{address} is of a version that takes no profiles") from error
+        raise error_of_call(error.code().name, error.details() or "", error.trailing_metadata()) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise UnavailableError(f"{address} is no worker of this router any more") from None
 
 
 def _add_view(worker: router_pb2.FleetWorker, view: WorkerView) -> None:

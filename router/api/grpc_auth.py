@@ -15,7 +15,10 @@ import grpc
 from common.errors import UnauthenticatedError
 from common.grpc.calls import Context, abort
 from router.api.api_keys import ApiKeys, current_client
+from router.api.audit_log import unauthenticated
+from router.api.echo import echoed
 
+AUDITED_SERVICE = "baton.v1.AdminService"
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health", "baton.v1.DemandService"})
 
 RequestT = TypeVar("RequestT")
@@ -38,14 +41,19 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
             try:
                 current_client.set(self._keys.client(cast("str | None", authorization), "grpc"))
             except UnauthenticatedError as error:
-                return cast("grpc.RpcMethodHandler[RequestT, ResponseT]", _refusing(error))
+                order = handler_call_details.method.lstrip("/") if service == AUDITED_SERVICE else ""
+                return cast("grpc.RpcMethodHandler[RequestT, ResponseT]", _refusing(error, order))
         return await continuation(handler_call_details)
 
 
-def _refusing(error: UnauthenticatedError) -> grpc.RpcMethodHandler[object, object]:
-    """Ends each call with `error`. As a handler of streams it gets no message read, whatever the call's kind."""
+def _refusing(error: UnauthenticatedError, order: str) -> grpc.RpcMethodHandler[object, object]:
+    """Ends each call with `error`. As a handler of streams it gets no message read, whatever the call's kind. `order`:
+    the method's name if it would be an operator's order."""
 
     async def refuse(_messages: object, context: Context) -> object:
+        context.set_trailing_metadata(echoed(context.invocation_metadata()))
+        if order:
+            unauthenticated(order, context, error)
         return await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

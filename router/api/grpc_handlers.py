@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import cast
 
 import grpc
@@ -22,12 +22,15 @@ from common.grpc.server import add_handlers
 from common.grpc.streams import uncancelled
 from router.api.access_log import AccessLog
 from router.api.api_keys import current_client
+from router.api.echo import echoed
 from router.api.grpc_parser import Parser
 from router.limits.gate import Gate
 
 UnaryHandler = Callable[[Message, Context], Awaitable[Message]]
 StreamHandler = Callable[[Message, Context], AsyncGenerator[Message, None]]
 MaxBytes = Callable[[], int]
+Guard = Callable[[str, Context], AbstractAsyncContextManager[None]]
+"""Around a call: is entered before its message is read, with the name of its method, and may refuse it."""
 
 MAX_CONVERSATIONS = 256  # open streams of requests: gRPC may take memory for a message of each
 MAX_SIDE_BY_SIDE = 256  # requests of one stream that are answered at a time; it is not read on until one has ended
@@ -42,6 +45,7 @@ def add_service(
     *,
     endless: bool = False,
     access_log: AccessLog | None = None,
+    guard: Guard | None = None,
 ) -> None:
     """`servicer` has one coroutine method, or async generator method, for each rpc of `service`; an async generator
     method for one whose client streams requests, beside `failed(request, error)`, which makes the answer to one of them
@@ -51,7 +55,7 @@ def add_service(
     """
     handlers = {
         method.name: (_Conversation if method.client_streaming else _Handler)(
-            method, servicer, gate, max_bytes, endless=endless, access_log=access_log
+            method, servicer, gate, max_bytes, endless=endless, access_log=access_log, guard=guard
         ).registered()
         for method in service.methods
     }
@@ -70,6 +74,7 @@ class _Handler:
         *,
         endless: bool,
         access_log: AccessLog | None,
+        guard: Guard | None,
     ) -> None:
         self._function = cast("UnaryHandler | StreamHandler", getattr(servicer, method.name))
         self._failed = getattr(servicer, "failed", None)
@@ -79,15 +84,25 @@ class _Handler:
         self._endless = endless
         self._name = method.full_name
         self._access_log = access_log
+        self._guard = guard
 
     def registered(self) -> grpc.RpcMethodHandler[object, object]:
         return grpc.stream_stream_rpc_method_handler(self.handle, None, _serialize)
 
     async def handle(self, _messages: object, context: Context) -> None:
+        if back := echoed(context.invocation_metadata()):
+            context.set_trailing_metadata(back)
         handling = handle_call(context, self._run(context))
         await (handling if self._access_log is None else self._access_log.around(self._name, context, handling))
 
     async def _run(self, context: Context) -> None:
+        if self._guard is None:
+            await self._within_limits(context)
+            return
+        async with self._guard(self._name, context):
+            await self._within_limits(context)
+
+    async def _within_limits(self, context: Context) -> None:
         limit_s = None if self._endless else self._gate.limits.answer_timeout_s
         client = current_client.get()
         key = client.name if client else ""
@@ -125,7 +140,7 @@ class _Conversation(_Handler):
 
     _num_open = 0
 
-    async def _run(self, context: Context) -> None:
+    async def _within_limits(self, context: Context) -> None:
         client = current_client.get()
         key = client.name if client else ""
         if self._num_open >= MAX_CONVERSATIONS:

@@ -15,14 +15,17 @@ from common.grpc.server import add_handlers
 from common.grpc.transport import add_port, health_server
 from common.process.unix_sockets import let_group_in, make_way, socket_path
 from common.tls import TlsFiles
-from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
+from protos.baton.v1 import admin_pb2, demand_pb2, inference_pb2, router_pb2
 from protos.inference import open_inference_pb2
 from router.api.access_log import AccessLog
+from router.api.admin_service import AdminService
+from router.api.audit_log import administration
 from router.api.fleet_service import FleetService
 from router.api.grpc_handlers import add_service
 from router.api.grpc_parser import Parser
 from router.api.inference_service import InferenceService
 from router.api.oip.grpc_service import OpenInferenceService
+from router.api.router_orders import RouterOrders
 from router.api.worker_views import WorkerViews
 from router.fleet.registry import Registry
 from router.limits.demand import DemandService
@@ -31,10 +34,11 @@ from router.serving.gateway import Gateway
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 DEMAND = demand_pb2.DESCRIPTOR.services_by_name["DemandService"]
 OPEN_INFERENCE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-SERVICES = (INFERENCE, OPEN_INFERENCE, ROUTER, DEMAND, HEALTH)
+SERVICES = (INFERENCE, OPEN_INFERENCE, ROUTER, ADMIN, DEMAND, HEALTH)
 REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")  # same messages
 MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
 MAX_OPEN_READS = 16
@@ -73,6 +77,7 @@ def add_services(
     registry: Registry,
     views: WorkerViews,
     health: Health,
+    orders: RouterOrders,
     access_log: AccessLog | None = None,
 ) -> None:
     admission = gateway.admission
@@ -84,6 +89,9 @@ def add_services(
     open_inference = OpenInferenceService(gateway)
     add_service(server, OPEN_INFERENCE, open_inference, admission.gate, most, access_log=access_log)
     add_service(server, ROUTER, fleet, admission.gate, access_log=access_log)
+    # A gate of its own: clients that take all places of the other one cannot keep an operator out.
+    admin = AdminService(registry, orders)
+    add_service(server, ADMIN, admin, _open_gate(size), access_log=access_log, guard=administration)
     add_service(server, DEMAND, demand, open_gate, endless=True)
     add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out
     names = (*(service.full_name for service in SERVICES), *REFLECTION)

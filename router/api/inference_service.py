@@ -14,14 +14,14 @@ from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.sampling import kept_tokens
 from common.targets import LatencyTargets, check_targets
-from common.validation import check_messages
+from common.validation import check_messages, check_request_id
 from protos.baton.v1 import embed_pb2, inference_pb2, worker_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from protos.messages import given_fields, message_of, value_of
 from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
-from router.limits.clients import call_hints
+from router.limits.clients import REQUEST_ID_HEADER, call_hints
 from router.limits.targets import GivenTargets, given_in_body
 from router.running.embedding import check_num_inputs
 from router.running.request import GenerationRequest, Output, Prompt
@@ -59,6 +59,7 @@ class InferenceService:
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
         arrived_at, gateway, client = time.monotonic(), self._gateway, current_client.get()
+        metadata = _metadata(context)
         with gateway.admission.running("grpc", context.time_remaining(), current_client.get()):
             model = await gateway.admission.serving(request.model)
             check_num_inputs(len(request.inputs), "inputs")
@@ -68,7 +69,7 @@ class InferenceService:
             wanted = gateway.preparation.embed_request(
                 model,
                 prompts,
-                request_id=request.request_id,
+                request_id=_request_id(request.request_id, metadata),
                 pooling=request.pooling,
                 dimensions=request.dimensions,
                 normalize=request.normalize if request.HasField("normalize") else True,
@@ -76,7 +77,7 @@ class InferenceService:
                 arrived_at=arrived_at,
                 timeout_s=context.time_remaining(),
                 client=client,
-                hints=call_hints(_metadata(context)),
+                hints=call_hints(metadata),
             )
             with gateway.admission.gate.bytes_held() as held:
                 embedded = await gateway.embeddings.embed(wanted, held.grow)
@@ -252,12 +253,13 @@ class InferenceService:
             choices.check(_choices_field)
             if choices.are_compared:
                 sampling.setdefault("logprobs", 0)  # they decide which are the best
-            hints = call_hints(_metadata(context))
+            metadata = _metadata(context)
+            hints = call_hints(metadata)
             requests = gateway.preparation.requests(
                 model,
                 [prompt],
                 sampling,
-                request_id=request.request_id,
+                request_id=_request_id(request.request_id, metadata),
                 cache_salt=request.cache_salt,
                 retain=_retain(request),
                 priority=request.priority,
@@ -305,6 +307,16 @@ def _targets(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest)
     if targets is not None:
         check_targets(targets)
     return given_in_body(targets, request.slo_class)
+
+
+def _request_id(given: str, metadata: dict[str, str]) -> str:
+    """The id in the message, or else the one beside it, as proxies write it; empty if there is none. Raises
+    `InvalidArgumentError`."""
+    found = metadata.get(REQUEST_ID_HEADER, "")
+    if given or not found:
+        return given
+    check_request_id(found, REQUEST_ID_HEADER)
+    return found
 
 
 def _metadata(context: Context) -> dict[str, str]:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,6 +33,8 @@ from router.limits.quotas import NO_TENANT_LIMITS, Quotas
 from router.limits.request_queue import Places, RequestQueue
 from router.limits.targets import NO_SLO, NOTHING_GIVEN, GivenTargets, Slo
 
+PAUSED = "the router is paused by an operator"
+PAUSED_RETRY_S = 5.0
 BYTES_PER_TOKEN = 64  # four letters or so, each escaped as \uXXXX, and then as many again
 BODY_OVERHEAD_BYTES = 64 * 2**10
 MOST_BODY_BYTES = 64 * 2**20
@@ -61,8 +63,10 @@ class Admission:
         max_request_bytes: int | None = None,
         quotas: Quotas | None = None,
         queue: Places | None = None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero).
+        """`is_paused`: whether an operator has the router take no requests.
+        `worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero).
         `max_request_bytes`: of one request's body; from the model's context if None."""
         self.gate = gate
         self._quotas = quotas or Quotas()
@@ -73,6 +77,7 @@ class Admission:
         self._worker_wait_s = worker_wait_s
         self._num_running = 0
         self._draining = False
+        self._is_paused = is_paused
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -80,6 +85,8 @@ class Admission:
         """Why no request is admitted now; empty if requests are admitted."""
         if self._draining:
             return "the router is shutting down"
+        if self._is_paused():
+            return PAUSED
         return "" if self._worker_wait_s else self.registry.not_ready()
 
     def max_request_bytes(self) -> int:
@@ -96,6 +103,8 @@ class Admission:
         request can be admitted, `ModelNotFoundError` if this model is not served."""
         if self._draining:
             raise UnavailableError("the router is shutting down")
+        if self._is_paused():
+            raise UnavailableError(PAUSED, PAUSED_RETRY_S)
         return self.registry.served(model)
 
     def models(self) -> Mapping[str, ServedModel]:
@@ -111,6 +120,8 @@ class Admission:
         except UnavailableError:
             if self._draining:
                 self.demand.unserved()
+                raise
+            if self._is_paused():  # nobody scales a fleet up for that
                 raise
         return await self._served_later(model)
 
@@ -130,6 +141,11 @@ class Admission:
     def drain(self) -> None:
         """No request is taken from now on."""
         self._draining = True
+
+    @property
+    def num_running(self) -> int:
+        """Requests of this process that clients wait for."""
+        return self._num_running
 
     async def idle(self) -> None:
         """Returns once no request is running."""

@@ -10,6 +10,7 @@ from common.errors import InvalidArgumentError
 from common.tracing import TRACEPARENT, TRACESTATE
 from router.limits.targets import NOTHING_GIVEN, TARGET_HEADERS, GivenTargets, given_in_headers
 
+REQUEST_ID_HEADER = "x-request-id"
 SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-baton-explain"
 MAX_SESSION_CHARS = 512

@@ -33,7 +33,7 @@ import yaml
 from common import metrics
 from common.config import Settings
 from common.errors import InvalidArgumentError, OverloadedError, StartupError
-from common.process.watched_files import WatchedFiles, read_file
+from common.process.watched_files import FilesInUse, WatchedFiles, read_file
 from common.targets import MAX_TARGET_MS, LatencyTargets
 from router.limits.ledger import Ledger, LocalLedger
 from router.limits.targets import NO_CLASS, NOTHING_GIVEN, GivenTargets, Slo, check_class, check_least, slo_of
@@ -152,6 +152,13 @@ class Quotas:
         """Reads the file again if it has changed."""
         if self._watched is not None:
             self._file = self._watched.current()
+
+    def in_use(self) -> FilesInUse | None:
+        """What is known of the file, after `look`; None without one."""
+        if self._watched is None:
+            return None
+        self.look()
+        return self._watched.in_use()
 
     def tenant(self, name: str) -> TenantLimits:
         return self._file.tenants.get(name, NO_TENANT_LIMITS)

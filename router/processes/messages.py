@@ -72,6 +72,13 @@ class ShowDebug(msgspec.Struct, tag=True):
     is_on: bool
 
 
+class OrderLevel(msgspec.Struct, tag=True):
+    """Which log lines all processes show from now on (`common.logs`): from one process to the parent, and from that to
+    each process, also to one that starts later."""
+
+    level: str
+
+
 class Ask(msgspec.Struct, tag=True):
     """A query to all processes of the router. One of them asks the parent, which asks each."""
 
@@ -90,7 +97,7 @@ class Reply(msgspec.Struct, tag=True):
     contents: list[bytes]
 
 
-Message = Beat | Failed | Enter | Placed | Refused | Leave | QueueLimits | ShowDebug | Ask | Reply
+Message = Beat | Failed | Enter | Placed | Refused | Leave | QueueLimits | ShowDebug | OrderLevel | Ask | Reply
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 

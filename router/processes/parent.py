@@ -21,14 +21,26 @@ from dataclasses import replace
 
 from common.config import RouterSettings
 from common.errors import BatonError, OverloadedError, StartupError
-from common.logs import flip_debug, shows_debug
+from common.logs import flip_debug, order_level, shows_debug
 from common.process.restarts import WINDOW_S, Restarts
 from common.process.tasks import VitalTasks
 from router.limits.request_queue import RequestQueue
 from router.processes import scrape
 from router.processes.child import Child, start
 from router.processes.member import ProcessSpec
-from router.processes.messages import Ask, Beat, Enter, Failed, Leave, Placed, QueueLimits, Refused, Reply, ShowDebug
+from router.processes.messages import (
+    Ask,
+    Beat,
+    Enter,
+    Failed,
+    Leave,
+    OrderLevel,
+    Placed,
+    QueueLimits,
+    Refused,
+    Reply,
+    ShowDebug,
+)
 from router.processes.ports import held
 from router.processes.shared_folder import shared_folder
 from router.processes.shared_ledger import SharedLedger
@@ -101,6 +113,7 @@ class _Parent:
         )
         self._restarts = Restarts(MAX_RESTARTS)
         self._children: dict[int, Child] = {}
+        self._ordered_level = ""  # empty: that of the settings
         self._vital = VitalTasks()
         self._numbers = itertools.count()
         self._answering: set[asyncio.Task[None]] = set()
@@ -161,6 +174,8 @@ class _Parent:
             spec = replace(self._spec, number=number, is_replacement=has_listened)
             child = self._children[number] = await start(self._settings, self._file, spec)
             pid = child.process.pid
+            if self._ordered_level:
+                child.link.send(OrderLevel(self._ordered_level))
             if shows_debug():
                 child.link.send(ShowDebug(True))
             try:
@@ -218,6 +233,11 @@ class _Parent:
                     turn_of.cancel()
             case QueueLimits():
                 self._queue.change(message.max_running, max_waiting=message.max_waiting, max_wait_s=message.max_wait_s)
+            case OrderLevel(level):
+                self._ordered_level = level
+                order_level(level)
+                for one in self._children.values():
+                    one.link.send(message)
             case Ask():
                 task = asyncio.create_task(self._ask_all(child, message))
                 self._answering.add(task)

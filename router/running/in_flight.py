@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from router.running.request import AnyRequest, Progress
 
@@ -28,6 +29,11 @@ class RunningRequest:
     total_ms: float  # so far
 
 
+class Abortable(Protocol):
+    def abort(self, reason: str) -> bool:
+        """Ends the request. Returns False if it has ended already."""
+
+
 class InFlight:
     """Those of one router process."""
 
@@ -36,25 +42,31 @@ class InFlight:
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
-        self._running: dict[int, tuple[AnyRequest, Progress]] = {}  # clients may choose equal request ids
+        # Clients may choose equal request ids.
+        self._running: dict[int, tuple[AnyRequest, Progress, Abortable]] = {}
 
-    def began(self, request: AnyRequest, progress: Progress) -> None:
-        self._running[id(progress)] = request, progress
+    def began(self, request: AnyRequest, progress: Progress, work: Abortable) -> None:
+        self._running[id(progress)] = request, progress, work
 
     def ended(self, progress: Progress) -> None:
         self._running.pop(id(progress), None)
+
+    def abort(self, request_id: str, reason: str) -> int:
+        """Ends the requests of this id. Returns how many there were."""
+        found = [work for request, _, work in self._running.values() if request.request_id == request_id]
+        return sum([work.abort(reason) for work in found])
 
     def latest(self, limit: int) -> list[RunningRequest]:
         """The newest first."""
         now, wall_now = self._clock(), self._wall_clock()
         found = itertools.islice(reversed(self._running.values()), limit)
-        return [_told(request, progress, now, wall_now) for request, progress in found]
+        return [_told(request, progress, now, wall_now) for request, progress, _ in found]
 
     def handoffs(self, older_s: float) -> Counter[tuple[str, str]]:
         """How many requests wait for their first token from a prefill worker for more than `older_s` seconds, by the
         addresses of that worker and of the decode worker."""
         before, found = self._clock() - older_s, Counter[tuple[str, str]]()
-        for _request, progress in self._running.values():
+        for _request, progress, _work in self._running.values():
             if not progress.attempts:
                 continue
             last = progress.attempts[-1]

@@ -232,6 +232,8 @@ class Progress:
     texts: list[str] | None = None  # of the answer, if its span holds them
     num_output_tokens: int = 0
     num_prompt_logprobs: int = 0  # that the caller has
+    is_with_reader: bool = False  # a piece of the answer is being read: nothing waits for the next one
+    abort_reason: str = ""  # why an operator ends it
     num_inputs: int = 0  # of a request for embeddings; `attempts` are of the first ones, side by side
 
     @property

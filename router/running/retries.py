@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from common import metrics
 from common.errors import (
+    AbortedError,
     BatonError,
     DeadlineError,
     InternalError,
@@ -124,7 +125,7 @@ def failure_of(
     if code == "INVALID_ARGUMENT":
         return InvalidArgumentError(client_field(fault.field), fault.reason)
     if code == "ABORTED":
-        return SlowReaderError(fault.reason)
+        return fault if isinstance(fault, AbortedError) else SlowReaderError(fault.reason)
     if code == "INTERNAL" and "RST_STREAM" not in details:
         log.error("worker failed", extra={"request_id": request_id, "reason": details})
     reason = f"{address}: {details[:MAX_WORDS]}"

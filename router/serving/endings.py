@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from prometheus_client import Counter
 
 from common import metrics
-from common.errors import BatonError
+from common.errors import AbortedError, BatonError
 from common.grpc.options import DEADLINE_SLACK_S
 from common.tracing import Span, SpanSink, Traced
 from common.types import FinishReason
@@ -99,17 +99,40 @@ class Endings:
 class _Watching:
     """A generator would cost each request more."""
 
-    __slots__ = ("_endings", "_progress", "_request")
+    __slots__ = ("_endings", "_num_cancels", "_progress", "_request", "_task")
 
     def __init__(self, endings: Endings, request: AnyRequest, progress: Progress) -> None:
         self._endings = endings
         self._request = request
         self._progress = progress
+        self._task = asyncio.current_task()
+        self._num_cancels: int | None = None  # of the task, before this cancelled it
 
     def __enter__(self) -> None:
-        self._endings.in_flight.began(self._request, self._progress)
+        self._endings.in_flight.began(self._request, self._progress, self)
+
+    def abort(self, reason: str) -> bool:
+        """See `Abortable`. What the request waits for is cancelled; while its reader has a piece of its answer, it ends
+        when the next one is asked for."""
+        progress = self._progress
+        if progress.has_ended or progress.abort_reason or self._task is None:
+            return False
+        progress.abort_reason = reason
+        if not progress.is_with_reader:
+            self._num_cancels = self._task.cancelling()
+            self._task.cancel()
+        return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._num_cancels is not None and self._task is not None:
+            is_ours = self._task.uncancel() <= self._num_cancels  # and of nobody else who stops this task
+            if is_ours and kind is asyncio.CancelledError:
+                aborted = AbortedError(self._progress.abort_reason)
+                self._end(aborted)
+                raise aborted from None
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         if self._progress.has_ended:
             return
         if error is None:  # its reader left before the end
@@ -117,6 +140,8 @@ class _Watching:
             return
         if isinstance(error, BatonError):
             ending = Ending(error.grpc_code.lower(), error.message)
+            if isinstance(error, AbortedError):
+                metrics.router_aborted.inc()
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             # gRPC tells a deadline like a cancel.
             is_late = time.monotonic() >= self._request.deadline - DEADLINE_SLACK_S

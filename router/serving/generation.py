@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from common.beam_search import Beam
+from common.errors import AbortedError
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.limits.admission import Admission
@@ -50,9 +51,13 @@ class Generation:
                                 texts.append(output.text)
                             if output.finish_reason is not None:
                                 self._endings.answered(request, progress, output.finish_reason)
+                            progress.is_with_reader = True
                             yield index, output
+                            progress.is_with_reader = False
                             if output.finish_reason is not None:
                                 return
+                            if progress.abort_reason:
+                                raise AbortedError(progress.abort_reason)
 
     async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `charged`."""

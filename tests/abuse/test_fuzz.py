@@ -19,7 +19,16 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from protos.baton.v1 import decode_pb2, demand_pb2, inference_pb2, prefill_pb2, router_pb2, types_pb2, worker_pb2
+from protos.baton.v1 import (
+    admin_pb2,
+    decode_pb2,
+    demand_pb2,
+    inference_pb2,
+    prefill_pb2,
+    router_pb2,
+    types_pb2,
+    worker_pb2,
+)
 from protos.inference import open_inference_pb2
 from tests.abuse.mutate import message_of, mutated
 from tests.abuse.rude import OUR_FAULTS, RUDE_KEY, Target, call, channel, metadata
@@ -39,6 +48,7 @@ ROUTER = [
     service(inference_pb2, "InferenceService"),
     service(open_inference_pb2, "GRPCInferenceService"),
     service(router_pb2, "RouterService"),
+    service(admin_pb2, "AdminService"),
     service(demand_pb2, "DemandService"),
     HEALTH,
     REFLECTION,
@@ -47,7 +57,7 @@ WORKER = [service(worker_pb2, "WorkerService"), HEALTH, REFLECTION]
 PREFILL = [*WORKER, service(prefill_pb2, "PrefillService")]
 DECODE = [*WORKER, service(decode_pb2, "DecodeService")]
 PORTS = {"grpc": ROUTER, "prefill": PREFILL, "decode": DECODE}
-NOT_ASKED = ("Drain",)  # does what it is for
+NOT_ASKED = ("baton.v1.WorkerService.Drain", "baton.v1.WorkerService.Pause")  # they do what they are for
 
 INFER = open_inference_pb2.ModelInferRequest(
     inputs=[
@@ -109,7 +119,7 @@ def messages_to(rng: random.Random, method: MethodDescriptor, target: Target) ->
 def test_protos(
     target: Target, vitals: Vitals, unstalled: None, fuzz_seconds: float, port: str, services: list[ServiceDescriptor]
 ) -> None:
-    methods = [m for s in services for m in s.methods if m.name not in NOT_ASKED]
+    methods = [m for s in services for m in s.methods if m.full_name not in NOT_ASKED]
     end, codes = time.monotonic() + fuzz_seconds / len(PORTS), Counter[grpc.StatusCode]()
 
     def ask(seed: int) -> None:

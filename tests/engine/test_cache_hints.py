@@ -77,6 +77,24 @@ def test_host_memory_forgets_it_too() -> None:
     assert hint(core, m.CacheAction.EVICT, names()) == m.CacheHinted(call_id=7)
 
 
+def test_all_is_flushed() -> None:
+    """In host memory too. What a running request has stays its own, and is not found by others."""
+    core, _ = make_core(num_blocks=8, host_cache_gb=0.001)
+    add(core, "a", PROMPT, max_tokens=2)
+    run(core)
+    add(core, "b", list(range(40, 62)), max_tokens=6)  # most of a's blocks go to host memory
+    core.step()
+    core.step()
+    num_here = len(core.blocks.names())
+    flushed = hint(core, m.CacheAction.FLUSH, [])
+    assert flushed.num_device_blocks > 0
+    assert flushed.num_host_blocks > 0
+    assert flushed.num_device_blocks + flushed.num_host_blocks == num_here
+    assert len(core.blocks.names()) == 0
+    assert tokens_of(core.take_events() + run(core))["b"][-3:] == reference(list(range(40, 62)), 6)[-3:]
+    assert_idle(core)
+
+
 def test_retaining_says_what_is_here() -> None:
     core, _ = make_core()
     add(core, "a", PROMPT, max_tokens=2)

@@ -8,12 +8,19 @@ from router.running.request import Attempt, Progress
 from tests.router.test_answer import requests
 
 
+class Ends:
+    """What is told to end, and ends."""
+
+    def abort(self, reason: str) -> bool:
+        return True
+
+
 def test_phases_of_a_request() -> None:
     now = 100.0
     in_flight = InFlight(lambda: now, lambda: 5000.0)
     (request,) = requests(1)
     progress = Progress()
-    in_flight.began(request, progress)
+    in_flight.began(request, progress, Ends())
     (told,) = in_flight.latest(9)
     assert (told.phase, told.decode_worker, told.ttft_ms) == ("queued", "", None)
     assert told.time == 5000.0 - (100.0 - request.arrived_at)
@@ -39,7 +46,7 @@ def test_the_newest_requests_are_told() -> None:
     in_flight, (request,) = InFlight(), requests(1)
     kept = [Progress(num_output_tokens=number) for number in range(5)]
     for progress in kept:
-        in_flight.began(request, progress)
+        in_flight.began(request, progress, Ends())
     assert [one.output_tokens for one in in_flight.latest(2)] == [4, 3]
 
 

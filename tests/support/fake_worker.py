@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import Message
 
 from common.errors import BatonError
 from common.grpc.call_window import STARTS_KEY
@@ -96,6 +97,8 @@ class FakeWorker(
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
         self.hints: list[worker_pb2.HintCacheRequest] = []
+        self.orders: list[Message] = []  # of operators
+        self.num_abortable = 0  # streams of any request that it is told to abort
         self.embedded: list[embed_pb2.EmbedTokensRequest] = []
         self.most_embedding = 0  # at a time
         self._num_embedding = 0
@@ -229,8 +232,45 @@ class FakeWorker(
         )
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: N802
+        await self._ordered(request, context)
         self.change(state=worker_pb2.WORKER_STATE_DRAINING)
         return worker_pb2.DrainResponse()
+
+    async def Pause(  # noqa: N802
+        self, request: worker_pb2.PauseWorkerRequest, context: Context
+    ) -> worker_pb2.PauseWorkerResponse:
+        await self._ordered(request, context)
+        self.change(state=worker_pb2.WORKER_STATE_PAUSED)
+        return worker_pb2.PauseWorkerResponse(num_streams=2)
+
+    async def Resume(  # noqa: N802
+        self, request: worker_pb2.ResumeWorkerRequest, context: Context
+    ) -> worker_pb2.ResumeWorkerResponse:
+        await self._ordered(request, context)
+        self.change(state=worker_pb2.WORKER_STATE_READY)
+        return worker_pb2.ResumeWorkerResponse()
+
+    async def Abort(self, request: worker_pb2.AbortWorkRequest, context: Context) -> worker_pb2.AbortWorkResponse:  # noqa: N802
+        await self._ordered(request, context)
+        return worker_pb2.AbortWorkResponse(num_streams=self.num_abortable)
+
+    async def FlushCache(  # noqa: N802
+        self, request: worker_pb2.FlushWorkerCacheRequest, context: Context
+    ) -> worker_pb2.FlushWorkerCacheResponse:
+        await self._ordered(request, context)
+        return worker_pb2.FlushWorkerCacheResponse(num_device_blocks=5, num_host_blocks=3)
+
+    async def SetLogLevel(  # noqa: N802
+        self, request: worker_pb2.SetWorkerLogLevelRequest, context: Context
+    ) -> worker_pb2.SetWorkerLogLevelResponse:
+        await self._ordered(request, context)
+        return worker_pb2.SetWorkerLogLevelResponse()
+
+    async def _ordered(self, request: Message, context: Context) -> None:
+        if self.is_older:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        await self._refuse(context)
+        self.orders.append(request)
 
     async def Profile(  # noqa: N802
         self, request: worker_pb2.ProfileRequest, context: Context

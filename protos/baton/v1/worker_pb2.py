@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x10\n\x0eGetInfoRequest\"\xfa\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tconnector\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x11\n\troot_hash\x18\n \x01(\x0c\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0f\n\x07version\x18\x0e \x01(\t\x12\x14\n\x0c\x64type_reason\x18\x0f \x01(\t\x12\x1d\n\x15\x66ingerprint_but_dtype\x18\x10 \x01(\t\x12\x15\n\rdevice_reason\x18\x11 \x01(\t\x12\x1b\n\x13sampling_parameters\x18\x12 \x03(\t\x12\x1b\n\x13\x63hat_template_error\x18\x13 \x01(\t\x12\x0f\n\x07kernels\x18\x14 \x01(\t\x12\x16\n\x0ekernels_reason\x18\x15 \x01(\t\x12\'\n\nbatch_time\x18\x16 \x01(\x0b\x32\x13.baton.v1.BatchTime\"\x96\x01\n\tBatchTime\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\r\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x14\n\x0c\x65rror_median\x18\x06 \x01(\x01\x12\x11\n\terror_p90\x18\x07 \x01(\x01\x12\x0e\n\x06\x64rifts\x18\x08 \x01(\x08\"\x12\n\x10WatchLoadRequest\"\xe3\x02\n\nWorkerLoad\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\r\x12 \n\x18num_queued_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x12\n\nnum_leases\x18\x08 \x01(\r\x12\r\n\x05\x65poch\x18\t \x01(\t\x12\x1a\n\x12\x62\x61tch_time_version\x18\n \x01(\r\x12\x1a\n\x12num_queued_prompts\x18\x0b \x01(\r\x12\x17\n\x0fqueued_by_slack\x18\x0c \x03(\r\x12\x15\n\rgoes_by_slack\x18\r \x01(\x08\"5\n\x12WatchBlocksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"e\n\x0c\x42lockChanges\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x13\n\x0bstarts_list\x18\x03 \x01(\x08\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\"\x85\x01\n\x10HintCacheRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12%\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32\x15.baton.v1.CacheAction\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"s\n\x11HintCacheResponse\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_stored_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"\x18\n\x16GetWorkerStatusRequest\"n\n\x0cWorkerStatus\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x11\n\tintegrity\x18\x02 \x01(\t\x12\'\n\nbatch_time\x18\x03 \x01(\x0b\x32\x13.baton.v1.BatchTime\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x0f\n\rDrainResponse\"\x15\n\x13GetTokenizerRequest\">\n\x14GetTokenizerResponse\x12&\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x17.baton.v1.TokenizerFile\".\n\rTokenizerFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"6\n\x0eProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"_\n\x0bProfilePart\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05notes\x18\x05 \x03(\t*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*|\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x03*w\n\x0b\x43\x61\x63heAction\x12\x1c\n\x18\x43\x41\x43HE_ACTION_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_ACTION_RETAIN\x10\x01\x12\x16\n\x12\x43\x41\x43HE_ACTION_EVICT\x10\x02\x12\x19\n\x15\x43\x41\x43HE_ACTION_PREFETCH\x10\x03\x32\xa6\x04\n\rWorkerService\x12\x39\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x14.baton.v1.WorkerInfo\x12?\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x14.baton.v1.WorkerLoad0\x01\x12\x45\n\x0bWatchBlocks\x12\x1c.baton.v1.WatchBlocksRequest\x1a\x16.baton.v1.BlockChanges0\x01\x12\x44\n\tHintCache\x12\x1a.baton.v1.HintCacheRequest\x1a\x1b.baton.v1.HintCacheResponse\x12\x45\n\tGetStatus\x12 .baton.v1.GetWorkerStatusRequest\x1a\x16.baton.v1.WorkerStatus\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12M\n\x0cGetTokenizer\x12\x1d.baton.v1.GetTokenizerRequest\x1a\x1e.baton.v1.GetTokenizerResponse\x12<\n\x07Profile\x12\x18.baton.v1.ProfileRequest\x1a\x15.baton.v1.ProfilePart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x10\n\x0eGetInfoRequest\"\xfa\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tconnector\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x11\n\troot_hash\x18\n \x01(\x0c\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0f\n\x07version\x18\x0e \x01(\t\x12\x14\n\x0c\x64type_reason\x18\x0f \x01(\t\x12\x1d\n\x15\x66ingerprint_but_dtype\x18\x10 \x01(\t\x12\x15\n\rdevice_reason\x18\x11 \x01(\t\x12\x1b\n\x13sampling_parameters\x18\x12 \x03(\t\x12\x1b\n\x13\x63hat_template_error\x18\x13 \x01(\t\x12\x0f\n\x07kernels\x18\x14 \x01(\t\x12\x16\n\x0ekernels_reason\x18\x15 \x01(\t\x12\'\n\nbatch_time\x18\x16 \x01(\x0b\x32\x13.baton.v1.BatchTime\"\x96\x01\n\tBatchTime\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\r\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x14\n\x0c\x65rror_median\x18\x06 \x01(\x01\x12\x11\n\terror_p90\x18\x07 \x01(\x01\x12\x0e\n\x06\x64rifts\x18\x08 \x01(\x08\"\x12\n\x10WatchLoadRequest\"\xe3\x02\n\nWorkerLoad\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\r\x12 \n\x18num_queued_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x12\n\nnum_leases\x18\x08 \x01(\r\x12\r\n\x05\x65poch\x18\t \x01(\t\x12\x1a\n\x12\x62\x61tch_time_version\x18\n \x01(\r\x12\x1a\n\x12num_queued_prompts\x18\x0b \x01(\r\x12\x17\n\x0fqueued_by_slack\x18\x0c \x03(\r\x12\x15\n\rgoes_by_slack\x18\r \x01(\x08\"5\n\x12WatchBlocksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"e\n\x0c\x42lockChanges\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x13\n\x0bstarts_list\x18\x03 \x01(\x08\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\"\x85\x01\n\x10HintCacheRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12%\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32\x15.baton.v1.CacheAction\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"s\n\x11HintCacheResponse\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_stored_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"\x18\n\x16GetWorkerStatusRequest\"n\n\x0cWorkerStatus\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x11\n\tintegrity\x18\x02 \x01(\t\x12\'\n\nbatch_time\x18\x03 \x01(\x0b\x32\x13.baton.v1.BatchTime\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x0f\n\rDrainResponse\"\x14\n\x12PauseWorkerRequest\"*\n\x13PauseWorkerResponse\x12\x13\n\x0bnum_streams\x18\x01 \x01(\r\"\x15\n\x13ResumeWorkerRequest\"\x16\n\x14ResumeWorkerResponse\"&\n\x10\x41\x62ortWorkRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"(\n\x11\x41\x62ortWorkResponse\x12\x13\n\x0bnum_streams\x18\x01 \x01(\r\"\x19\n\x17\x46lushWorkerCacheRequest\"N\n\x18\x46lushWorkerCacheResponse\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\r\")\n\x18SetWorkerLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"\x1b\n\x19SetWorkerLogLevelResponse\"\x15\n\x13GetTokenizerRequest\">\n\x14GetTokenizerResponse\x12&\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x17.baton.v1.TokenizerFile\".\n\rTokenizerFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"6\n\x0eProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"_\n\x0bProfilePart\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05notes\x18\x05 \x03(\t*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x03\x12\x17\n\x13WORKER_STATE_PAUSED\x10\x04*w\n\x0b\x43\x61\x63heAction\x12\x1c\n\x18\x43\x41\x43HE_ACTION_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_ACTION_RETAIN\x10\x01\x12\x16\n\x12\x43\x41\x43HE_ACTION_EVICT\x10\x02\x12\x19\n\x15\x43\x41\x43HE_ACTION_PREFETCH\x10\x03\x32\xa4\x07\n\rWorkerService\x12\x39\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x14.baton.v1.WorkerInfo\x12?\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x14.baton.v1.WorkerLoad0\x01\x12\x45\n\x0bWatchBlocks\x12\x1c.baton.v1.WatchBlocksRequest\x1a\x16.baton.v1.BlockChanges0\x01\x12\x44\n\tHintCache\x12\x1a.baton.v1.HintCacheRequest\x1a\x1b.baton.v1.HintCacheResponse\x12\x45\n\tGetStatus\x12 .baton.v1.GetWorkerStatusRequest\x1a\x16.baton.v1.WorkerStatus\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12M\n\x0cGetTokenizer\x12\x1d.baton.v1.GetTokenizerRequest\x1a\x1e.baton.v1.GetTokenizerResponse\x12<\n\x07Profile\x12\x18.baton.v1.ProfileRequest\x1a\x15.baton.v1.ProfilePart0\x01\x12\x44\n\x05Pause\x12\x1c.baton.v1.PauseWorkerRequest\x1a\x1d.baton.v1.PauseWorkerResponse\x12G\n\x06Resume\x12\x1d.baton.v1.ResumeWorkerRequest\x1a\x1e.baton.v1.ResumeWorkerResponse\x12@\n\x05\x41\x62ort\x12\x1a.baton.v1.AbortWorkRequest\x1a\x1b.baton.v1.AbortWorkResponse\x12S\n\nFlushCache\x12!.baton.v1.FlushWorkerCacheRequest\x1a\".baton.v1.FlushWorkerCacheResponse\x12V\n\x0bSetLogLevel\x12\".baton.v1.SetWorkerLogLevelRequest\x1a#.baton.v1.SetWorkerLogLevelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=2001
-  _globals['_WORKERROLE']._serialized_end=2113
-  _globals['_WORKERSTATE']._serialized_start=2115
-  _globals['_WORKERSTATE']._serialized_end=2239
-  _globals['_CACHEACTION']._serialized_start=2241
-  _globals['_CACHEACTION']._serialized_end=2360
+  _globals['_WORKERROLE']._serialized_start=2375
+  _globals['_WORKERROLE']._serialized_end=2487
+  _globals['_WORKERSTATE']._serialized_start=2490
+  _globals['_WORKERSTATE']._serialized_end=2639
+  _globals['_CACHEACTION']._serialized_start=2641
+  _globals['_CACHEACTION']._serialized_end=2760
   _globals['_GETINFOREQUEST']._serialized_start=35
   _globals['_GETINFOREQUEST']._serialized_end=51
   _globals['_WORKERINFO']._serialized_start=54
@@ -64,16 +64,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=1694
   _globals['_DRAINRESPONSE']._serialized_start=1696
   _globals['_DRAINRESPONSE']._serialized_end=1711
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1713
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1734
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1736
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1798
-  _globals['_TOKENIZERFILE']._serialized_start=1800
-  _globals['_TOKENIZERFILE']._serialized_end=1846
-  _globals['_PROFILEREQUEST']._serialized_start=1848
-  _globals['_PROFILEREQUEST']._serialized_end=1902
-  _globals['_PROFILEPART']._serialized_start=1904
-  _globals['_PROFILEPART']._serialized_end=1999
-  _globals['_WORKERSERVICE']._serialized_start=2363
-  _globals['_WORKERSERVICE']._serialized_end=2913
+  _globals['_PAUSEWORKERREQUEST']._serialized_start=1713
+  _globals['_PAUSEWORKERREQUEST']._serialized_end=1733
+  _globals['_PAUSEWORKERRESPONSE']._serialized_start=1735
+  _globals['_PAUSEWORKERRESPONSE']._serialized_end=1777
+  _globals['_RESUMEWORKERREQUEST']._serialized_start=1779
+  _globals['_RESUMEWORKERREQUEST']._serialized_end=1800
+  _globals['_RESUMEWORKERRESPONSE']._serialized_start=1802
+  _globals['_RESUMEWORKERRESPONSE']._serialized_end=1824
+  _globals['_ABORTWORKREQUEST']._serialized_start=1826
+  _globals['_ABORTWORKREQUEST']._serialized_end=1864
+  _globals['_ABORTWORKRESPONSE']._serialized_start=1866
+  _globals['_ABORTWORKRESPONSE']._serialized_end=1906
+  _globals['_FLUSHWORKERCACHEREQUEST']._serialized_start=1908
+  _globals['_FLUSHWORKERCACHEREQUEST']._serialized_end=1933
+  _globals['_FLUSHWORKERCACHERESPONSE']._serialized_start=1935
+  _globals['_FLUSHWORKERCACHERESPONSE']._serialized_end=2013
+  _globals['_SETWORKERLOGLEVELREQUEST']._serialized_start=2015
+  _globals['_SETWORKERLOGLEVELREQUEST']._serialized_end=2056
+  _globals['_SETWORKERLOGLEVELRESPONSE']._serialized_start=2058
+  _globals['_SETWORKERLOGLEVELRESPONSE']._serialized_end=2085
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2087
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2108
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2110
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2172
+  _globals['_TOKENIZERFILE']._serialized_start=2174
+  _globals['_TOKENIZERFILE']._serialized_end=2220
+  _globals['_PROFILEREQUEST']._serialized_start=2222
+  _globals['_PROFILEREQUEST']._serialized_end=2276
+  _globals['_PROFILEPART']._serialized_start=2278
+  _globals['_PROFILEPART']._serialized_end=2373
+  _globals['_WORKERSERVICE']._serialized_start=2763
+  _globals['_WORKERSERVICE']._serialized_end=3695
 # @@protoc_insertion_point(module_scope)

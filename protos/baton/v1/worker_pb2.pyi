@@ -50,6 +50,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 2
     WORKER_STATE_UNREACHABLE: _WorkerState.ValueType  # 3
     """as a router sees it"""
+    WORKER_STATE_PAUSED: _WorkerState.ValueType  # 4
+    """takes no new work until it is resumed"""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
 
@@ -58,6 +60,8 @@ WORKER_STATE_READY: WorkerState.ValueType  # 1
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 2
 WORKER_STATE_UNREACHABLE: WorkerState.ValueType  # 3
 """as a router sees it"""
+WORKER_STATE_PAUSED: WorkerState.ValueType  # 4
+"""takes no new work until it is resumed"""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 class _CacheAction:
@@ -543,6 +547,185 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class PauseWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseWorkerRequest: _TypeAlias = PauseWorkerRequest  # noqa: Y015
+
+@_typing.final
+class PauseWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STREAMS_FIELD_NUMBER: _builtins.int
+    num_streams: _builtins.int
+    """that go on"""
+    def __init__(
+        self,
+        *,
+        num_streams: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_streams", b"num_streams"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseWorkerResponse: _TypeAlias = PauseWorkerResponse  # noqa: Y015
+
+@_typing.final
+class ResumeWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeWorkerRequest: _TypeAlias = ResumeWorkerRequest  # noqa: Y015
+
+@_typing.final
+class ResumeWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeWorkerResponse: _TypeAlias = ResumeWorkerResponse  # noqa: Y015
+
+@_typing.final
+class AbortWorkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """as the router has it"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortWorkRequest: _TypeAlias = AbortWorkRequest  # noqa: Y015
+
+@_typing.final
+class AbortWorkResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STREAMS_FIELD_NUMBER: _builtins.int
+    num_streams: _builtins.int
+    """that were ended"""
+    def __init__(
+        self,
+        *,
+        num_streams: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_streams", b"num_streams"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortWorkResponse: _TypeAlias = AbortWorkResponse  # noqa: Y015
+
+@_typing.final
+class FlushWorkerCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushWorkerCacheRequest: _TypeAlias = FlushWorkerCacheRequest  # noqa: Y015
+
+@_typing.final
+class FlushWorkerCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_device_blocks: _builtins.int
+    """that were forgotten"""
+    num_host_blocks: _builtins.int
+    """likewise, in host memory alone"""
+    def __init__(
+        self,
+        *,
+        num_device_blocks: _builtins.int = ...,
+        num_host_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushWorkerCacheResponse: _TypeAlias = FlushWorkerCacheResponse  # noqa: Y015
+
+@_typing.final
+class SetWorkerLogLevelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    """"debug", "info", "warning" or "error" """
+    def __init__(
+        self,
+        *,
+        level: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerLogLevelRequest: _TypeAlias = SetWorkerLogLevelRequest  # noqa: Y015
+
+@_typing.final
+class SetWorkerLogLevelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerLogLevelResponse: _TypeAlias = SetWorkerLogLevelResponse  # noqa: Y015
 
 @_typing.final
 class GetTokenizerRequest(_message.Message):

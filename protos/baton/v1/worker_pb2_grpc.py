@@ -75,6 +75,31 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.ProfilePart.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/baton.v1.WorkerService/Pause',
+                request_serializer=baton_dot_v1_dot_worker__pb2.PauseWorkerRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.PauseWorkerResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/baton.v1.WorkerService/Resume',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/baton.v1.WorkerService/Abort',
+                request_serializer=baton_dot_v1_dot_worker__pb2.AbortWorkRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.AbortWorkResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/baton.v1.WorkerService/FlushCache',
+                request_serializer=baton_dot_v1_dot_worker__pb2.FlushWorkerCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.FlushWorkerCacheResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/baton.v1.WorkerService/SetLogLevel',
+                request_serializer=baton_dot_v1_dot_worker__pb2.SetWorkerLogLevelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetWorkerLogLevelResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -136,6 +161,41 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Takes no new work until Resume; what runs goes on. To pause a worker again changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Takes new work again. FAILED_PRECONDITION if it drains: that cannot be taken back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends this request's answers and embeddings here with ABORTED, which no router tries again elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Forgets all cached KV blocks, on the device and in host memory. The store keeps what it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Which log lines its two processes show from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -178,6 +238,31 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.ProfileRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.ProfilePart.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.PauseWorkerRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.PauseWorkerResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.AbortWorkRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.AbortWorkResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.FlushWorkerCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.FlushWorkerCacheResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.SetWorkerLogLevelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetWorkerLogLevelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -396,6 +481,141 @@ class WorkerService:
             '/baton.v1.WorkerService/Profile',
             baton_dot_v1_dot_worker__pb2.ProfileRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.ProfilePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/Pause',
+            baton_dot_v1_dot_worker__pb2.PauseWorkerRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.PauseWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/Resume',
+            baton_dot_v1_dot_worker__pb2.ResumeWorkerRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ResumeWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/Abort',
+            baton_dot_v1_dot_worker__pb2.AbortWorkRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.AbortWorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/FlushCache',
+            baton_dot_v1_dot_worker__pb2.FlushWorkerCacheRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.FlushWorkerCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/SetLogLevel',
+            baton_dot_v1_dot_worker__pb2.SetWorkerLogLevelRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetWorkerLogLevelResponse.FromString,
             options,
             channel_credentials,
             insecure,

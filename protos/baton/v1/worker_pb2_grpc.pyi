@@ -49,6 +49,16 @@ class WorkerServiceStub:
     """A trace of the engine's next steps, and where this worker's processes spend their time meanwhile. It goes on serving.
     One at a time: others are refused with RESOURCE_EXHAUSTED.
     """
+    Pause: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PauseWorkerRequest, _worker_pb2.PauseWorkerResponse]
+    """Takes no new work until Resume; what runs goes on. To pause a worker again changes nothing."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResumeWorkerRequest, _worker_pb2.ResumeWorkerResponse]
+    """Takes new work again. FAILED_PRECONDITION if it drains: that cannot be taken back."""
+    Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortWorkRequest, _worker_pb2.AbortWorkResponse]
+    """Ends this request's answers and embeddings here with ABORTED, which no router tries again elsewhere."""
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FlushWorkerCacheRequest, _worker_pb2.FlushWorkerCacheResponse]
+    """Forgets all cached KV blocks, on the device and in host memory. The store keeps what it has."""
+    SetLogLevel: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetWorkerLogLevelRequest, _worker_pb2.SetWorkerLogLevelResponse]
+    """Which log lines its two processes show from now on."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -70,6 +80,16 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """A trace of the engine's next steps, and where this worker's processes spend their time meanwhile. It goes on serving.
     One at a time: others are refused with RESOURCE_EXHAUSTED.
     """
+    Pause: _aio.UnaryUnaryMultiCallable[_worker_pb2.PauseWorkerRequest, _worker_pb2.PauseWorkerResponse]  # type: ignore[assignment]
+    """Takes no new work until Resume; what runs goes on. To pause a worker again changes nothing."""
+    Resume: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResumeWorkerRequest, _worker_pb2.ResumeWorkerResponse]  # type: ignore[assignment]
+    """Takes new work again. FAILED_PRECONDITION if it drains: that cannot be taken back."""
+    Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortWorkRequest, _worker_pb2.AbortWorkResponse]  # type: ignore[assignment]
+    """Ends this request's answers and embeddings here with ABORTED, which no router tries again elsewhere."""
+    FlushCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.FlushWorkerCacheRequest, _worker_pb2.FlushWorkerCacheResponse]  # type: ignore[assignment]
+    """Forgets all cached KV blocks, on the device and in host memory. The store keeps what it has."""
+    SetLogLevel: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetWorkerLogLevelRequest, _worker_pb2.SetWorkerLogLevelResponse]  # type: ignore[assignment]
+    """Which log lines its two processes show from now on."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -136,5 +156,45 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """A trace of the engine's next steps, and where this worker's processes spend their time meanwhile. It goes on serving.
         One at a time: others are refused with RESOURCE_EXHAUSTED.
         """
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _worker_pb2.PauseWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PauseWorkerResponse, _abc.Awaitable[_worker_pb2.PauseWorkerResponse]]:
+        """Takes no new work until Resume; what runs goes on. To pause a worker again changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _worker_pb2.ResumeWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ResumeWorkerResponse, _abc.Awaitable[_worker_pb2.ResumeWorkerResponse]]:
+        """Takes new work again. FAILED_PRECONDITION if it drains: that cannot be taken back."""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _worker_pb2.AbortWorkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.AbortWorkResponse, _abc.Awaitable[_worker_pb2.AbortWorkResponse]]:
+        """Ends this request's answers and embeddings here with ABORTED, which no router tries again elsewhere."""
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _worker_pb2.FlushWorkerCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FlushWorkerCacheResponse, _abc.Awaitable[_worker_pb2.FlushWorkerCacheResponse]]:
+        """Forgets all cached KV blocks, on the device and in host memory. The store keeps what it has."""
+
+    @_abc_1.abstractmethod
+    def SetLogLevel(
+        self,
+        request: _worker_pb2.SetWorkerLogLevelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetWorkerLogLevelResponse, _abc.Awaitable[_worker_pb2.SetWorkerLogLevelResponse]]:
+        """Which log lines its two processes show from now on."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

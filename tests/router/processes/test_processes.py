@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ import grpc
 import httpx
 import pytest
 
-from protos.baton.v1 import demand_pb2, demand_pb2_grpc, router_pb2, router_pb2_grpc
+from protos.baton.v1 import admin_pb2, admin_pb2_grpc, demand_pb2, demand_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.router.processes.running import REQUEST, RunningProcesses, running, sockets, start
 from tests.router.test_live_page import Page, events_of
 from tests.support.fake_worker import FakeWorker
@@ -44,6 +45,52 @@ async def until(router: RunningProcesses, name: str, value: float, **labels: str
                 if await router.metric(name, **labels) == value:
                     return
             await asyncio.sleep(0.05)
+
+
+THIS_ROUTER = admin_pb2.Target(router=True)
+
+
+@contextlib.asynccontextmanager
+async def admin_of(router: RunningProcesses) -> AsyncIterator[admin_pb2_grpc.AdminServiceAsyncStub]:
+    """Over a connection of its own, which reaches either process."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(router.grpc_address, options) as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+
+
+async def pause(router: RunningProcesses, *, is_paused: bool) -> None:
+    async with admin_of(router) as admin:
+        if is_paused:
+            done = await admin.Pause(admin_pb2.PauseRequest(target=THIS_ROUTER))
+        else:
+            done = await admin.Resume(admin_pb2.ResumeRequest(target=THIS_ROUTER))
+    assert [one.error for one in done.results] == [""]
+
+
+async def orders_reach_both(router: RunningProcesses, worker: FakeWorker, client: httpx.AsyncClient) -> None:
+    for is_paused in (True, False):
+        await pause(router, is_paused=is_paused)
+        assert {await ask(client) for _ in range(8)} == {503 if is_paused else 200}
+        assert await router.metric("baton_router_paused") == is_paused
+    for level in ("warning", "info"):
+        async with admin_of(router) as admin:
+            await admin.SetLogLevel(admin_pb2.SetLogLevelRequest(target=THIS_ROUTER, level=level))
+        async with admin_of(router) as admin:
+            state = (await admin.GetState(admin_pb2.GetStateRequest())).router
+        assert (state.num_processes, state.log_level, state.paused) == (2, level, False)
+    async with admin_of(router) as admin:
+        (limits,) = (await admin.Reload(admin_pb2.ReloadRequest())).files
+        assert (limits.what, limits.error) == ("limits", "")
+    worker.hang_after = 1
+    ids = [f"held-{number}" for number in range(6)]
+    held = [asyncio.create_task(client.post(COMPLETIONS, json={**REQUEST, "request_id": one})) for one in ids]
+    await until(router, "baton_router_endpoint_requests", len(ids))
+    for one in ids:  # whichever process has it, and whichever is asked
+        async with admin_of(router) as admin:
+            done = await admin.AbortRequest(admin_pb2.AbortRequestRequest(request_id=one))
+            assert done.num_requests == 1
+    assert {one.status_code for one in await asyncio.gather(*held)} == {499}
+    worker.hang_after = None
 
 
 async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path) -> None:
@@ -90,6 +137,7 @@ async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path) 
                 assert [(one.address, one.breaker) for one in fleet.workers] == [(worker.address, "closed")]
                 assert fleet.workers[0].tokens_per_second > 0
         assert len(epochs) == 1
+        await orders_reach_both(router, worker, client)
         # A limit is one for both.
         worker.delay_s = 0.05
         streams, statuses = await begin(client, 20)
@@ -152,6 +200,22 @@ async def test_a_killed_process_is_replaced(worker: FakeWorker, tmp_path: Path) 
         await asyncio.gather(*(anext(one) for one in streams))
         router.process.send_signal(signal.SIGTERM)
         assert await router.ended() == 0
+
+
+@pytest.mark.slow
+async def test_one_that_takes_the_place_of_another_keeps_what_was_ordered(worker: FakeWorker) -> None:
+    async with running(decode=[worker.address]) as router, router.client() as client:
+        await pause(router, is_paused=True)
+        async with admin_of(router) as admin:
+            await admin.SetLogLevel(admin_pb2.SetLogLevelRequest(target=THIS_ROUTER, level="debug"))
+        await router.said(b"least_severe=debug", 3)
+        os.kill(router.pids()[0], signal.SIGKILL)
+        await until(router, "baton_router_process_restarts_total", 1)
+        await router.said(b"least_severe=debug")  # of the new one
+        assert {await ask(client) for _ in range(12)} == {503}
+        await pause(router, is_paused=False)
+        assert {await ask(client) for _ in range(12)} == {200}
+        assert await router.metric("baton_router_paused") == 0
 
 
 @pytest.mark.slow

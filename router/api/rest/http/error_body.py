@@ -20,6 +20,7 @@ _TYPES = {
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    499: "aborted_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }

@@ -243,7 +243,7 @@ export class Fleet {
 }
 
 const LEGEND = [
-  ["prefill", "prefills: KV blocks in use, cached, free"], ["decode", "decodes"], ["both", "does both"], ["draining", "drains"], ["unreachable", "unreachable"],
+  ["prefill", "prefills: KV blocks in use, cached, free"], ["decode", "decodes"], ["both", "does both"], ["draining", "drains"], ["paused", "paused by an operator"], ["unreachable", "unreachable"],
   ["suspended", "breaker open, half open or slow"], ["excluded", "not used"], ["crowd", "small boxes: bar at the top, requests"],
 ];
 
