@@ -206,7 +206,10 @@ class BatchRunner:
                 return await self._finish(batch_id)  # it was cancelled at this moment
         files = await asyncio.to_thread(self._write_files, batch, became)
         of = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
-        if await asyncio.to_thread(self._store.become, batch_id, became, of=of, files=files):
+        if not await asyncio.to_thread(self._store.become, batch_id, became, of=of, files=files):
+            for file_id in filter(None, files):  # another process was faster
+                await asyncio.to_thread(self._store.forget_file, file_id)
+        else:
             log.info(
                 "batch",
                 extra={

@@ -12,7 +12,7 @@ class City(BaseModel):
     capital: bool
 
 
-URL, MODEL = sys.argv[1:]
+URL, MODEL = sys.argv[1:3]
 TOOL = {
     "type": "function",
     "function": {
