@@ -53,6 +53,7 @@ class _Leap:
         self.requests = requests
         self.num_steps = num_steps
         self.num_taken_in = 0  # steps that its requests know of
+        self.num_quiet = 0  # steps up to which nobody takes a further block, or fills one
         self.start = start
         self.has_queue = has_queue
         self._first_s = time.seconds(shape) + host_s
@@ -191,6 +192,10 @@ class SimulatedWorker:
         self._is_turn_due = False
         if self._begun is not None or self._leap is not None:
             return
+        if not self.core.has_work:
+            self._send()
+            self.report()
+            return
         scheduler = self.core.scheduler
         # A batch that only goes on, and for whose place nobody waits, is what the scheduler would decide.
         decodes = scheduler.decodes if self._leaps and not (scheduler.goes_by_slack or scheduler.num_waiting) else []
@@ -267,6 +272,7 @@ class SimulatedWorker:
             has_queue=scheduler.num_waiting > 0,
         )
         self._leap = leap
+        self._look_ahead(leap)
         self._await(leap)
 
     def _await(self, leap: _Leap) -> None:
@@ -293,6 +299,12 @@ class SimulatedWorker:
             leap.num_taken_in = num_steps
             self._has_changed = True
             self.core.repeat(leap.requests, num_new)
+
+    def _look_ahead(self, leap: _Leap) -> None:
+        """Finds out up to which step the load stays as it is."""
+        size = self.core.blocks.block_size
+        num_left = min([len(one.block_ids) * size - len(one.token_ids) for one in leap.requests])
+        leap.num_quiet = leap.num_taken_in + num_left
 
     def _shorten(self, leap: _Leap) -> None:
         """Ends the leap with the step that runs now, if the next one has further requests."""
@@ -339,7 +351,10 @@ class SimulatedWorker:
         now, core, leap = self._clock.now, self.core, self._leap
         self._pass_reports(now)
         if leap is not None and now >= self._load_due:
-            self._take_in(leap, min(leap.num_done(now), leap.num_steps - 1))  # the last one has an event of its own
+            num_done = min(leap.num_done(now), leap.num_steps - 1)  # the last one has an event of its own
+            if num_done > leap.num_quiet:
+                self._take_in(leap, num_done)
+                self._look_ahead(leap)
         if self._has_changed and now >= self._load_due:
             self._load_due = now + LOAD_INTERVAL_S
             self._has_changed = leap is not None  # it changes all the time
@@ -372,9 +387,7 @@ class SimulatedWorker:
             due = min(due, self._blocks_due)
         elif self._told_in is leap:
             self._passing = leap
-            size = self.core.blocks.block_size
-            num_left = min([len(one.block_ids) * size - len(one.token_ids) for one in leap.requests])
-            quiet_until = leap.start + leap.seconds(min(leap.num_taken_in + num_left, leap.num_steps))
+            quiet_until = leap.start + leap.seconds(min(leap.num_quiet, leap.num_steps))
             while (end := leap.step_end(due)) <= quiet_until and end < leap.end:
                 due = end + LOAD_INTERVAL_S
         end = leap.step_end(due)

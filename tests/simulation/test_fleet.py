@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from common.traffic.requests import TrafficRequest, answer_id
 from engine.simulated.data_sheet import simulated_time
 from simulation.fleet import Fleet
 from simulation.outcome import Outcome
-from simulation.scenario import fleet_options, run, scenarios, traffic
+from simulation.scenario import fleet_options, run, scenarios, traffic, with_tenants
 
 GOLDEN = Path(__file__).parent / "golden"
 SHEET = simulated_time("h100-8b")
@@ -161,6 +162,52 @@ def test_leaps_come_to_the_same_as_exact_steps(case: str) -> None:
         assert other.e2e_s == pytest.approx(one.e2e_s, rel=0.01)
     assert leaps.seconds == pytest.approx(exact.seconds, rel=0.01)
     assert leaps.num_steps == pytest.approx(exact.num_steps, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_leaps_of_any_fleet_come_to_the_same(seed: int) -> None:
+    """Fleets, traffic and limits drawn by a seed: queues, preemption, few tokens a step, slack, tenants and hedges."""
+    draw = random.Random(seed)
+    prefill, decode, both = draw.choice([(0, 0, 1), (0, 0, 2), (1, 1, 0), (2, 2, 0), (1, 2, 1), (3, 1, 0)])
+    tokens_of_step = draw.choice([64, 512, 2048])
+    values: dict[str, object] = {
+        "prefill": prefill,
+        "decode": decode,
+        "both": both,
+        "seed": seed,
+        "policy": draw.choice(["least_load", "prefix_aware", "power_of_two", "session"]),
+        "queue_policy": draw.choice(["fcfs", "priority", "slo"]),
+        "times": draw.choice(["h100-8b", "xeon-135m"]),
+        "block_size": draw.choice([8, 16, 64, 256]),
+        "num_blocks": draw.choice([None, 40]),
+        "max_num_seqs": draw.choice([2, 4, 256]),
+        "max_num_batched_tokens": tokens_of_step,
+        "chunk_size": min(tokens_of_step, 512),
+        "announce": draw.choice(["chunk", "end"]),
+        "requests": 20,
+        "rate": draw.choice([3, 10, 40, 200]),
+        "arrivals": draw.choice(["poisson", "bursts", "steady", "conversations"]),
+        "prompt_tokens": draw.choice([10, 200]),
+        "output_tokens": draw.choice([1, 3, 30, 100]),
+        "length_sigma": draw.choice([0, 0.5]),
+        "host_time": draw.choice([0, 1]),
+        "goodput": "ttft:500,tpot:40",
+        "max_running": draw.choice([None, 4]),
+        "tenants": "a=1,b=3",
+        "hedge_prefill": draw.choice([True, False]),
+    }
+    outcomes = []
+    for leap in (False, True):
+        settings = SimulateSettings.model_validate({**values, "leap": leap})
+        fleet = Fleet(fleet_options(settings, scenarios(settings)[0]))
+        outcomes.append(fleet.run(with_tenants(traffic(settings), settings)))
+        assert fleet.check_integrity() == []
+    for one, other in zip(*(outcome.requests for outcome in outcomes), strict=True):
+        assert other.failure == one.failure
+        assert "never ended" not in one.failure
+        assert other.ttft_s == (None if one.ttft_s is None else pytest.approx(one.ttft_s, rel=0.01))
+        assert other.e2e_s == pytest.approx(one.e2e_s, rel=0.01)
 
 
 def test_leaps_wait_until_a_step_has_room_for_all() -> None:
