@@ -5,10 +5,10 @@
     python -m bench.simulated_vs_real --device simulated           # real processes, steps that only wait: 4 minutes
 
 `baton profile` first learns how long steps take on as many cores as a worker has. Then, for each fleet, `baton up`
-starts it, requests that come alone tell what the host takes between two steps, and five kinds of traffic are sent, each
-at --load of what the simulated fleet can do. The simulator gets the same requests; a real turn of a conversation
-repeats the answers that the stack gave. Router and client run on the workers' cores, which no simulation knows of. A
-fleet that has more workers than there are cores is left out.
+starts it, requests that come alone tell what the host takes between two steps and what a message takes, and five kinds
+of traffic are sent, each at --load of what the simulated fleet can do. The simulator gets the same requests; a real
+turn of a conversation repeats the answers that the stack gave. Router and client run on the workers' cores, which no
+simulation knows of. A fleet that has more workers than there are cores is left out.
 
 With `--device simulated` a step takes exactly the predicted time. What differs then is not the model's fault: it is
 messages, scheduling, routing and transfers.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -26,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,16 +155,18 @@ async def send(address: str, requests: Sequence[TrafficRequest], seed: int) -> t
     return answers, max(one.ended for one in sent) - start
 
 
-async def host_s(address: str, settings: SimulateSettings, num_requests: int = 3) -> float:
-    """Seconds that a step takes beyond what the model predicts, of requests that are alone."""
+def calibrated(address: str, settings: SimulateSettings, num_requests: int = 3) -> SimulateSettings:
+    """With the times of what no model of steps knows, from requests that are alone: the host between two steps, and a
+    message (two of them come before the first token, four if a prefill worker is asked)."""
     time = fleet_options(settings, scenarios(settings)[0]).times[WorkerRole.BOTH].time
-    tpots: list[float] = []
-    for number in range(num_requests):
-        request = TrafficRequest(at=0.0, runs=((number, 64),), num_output_tokens=48)
-        (answer,), _ = await send(address, [request], seed=-1)
-        tpots += [answer.tpot_s] if answer.tpot_s is not None else []
+    requests = [TrafficRequest(at=0.0, runs=((number, 64),), num_output_tokens=48) for number in range(num_requests)]
+    answers = [asyncio.run(send(address, [one], seed=-1))[0][0] for one in requests]
     step = StepShape(num_decodes=1, decode_context=88, longest_context=88, num_head_rows=1)
-    return max(statistics.median(tpots) - time.seconds(step), 0.0)
+    host_s = max(statistics.median(one.tpot_s or 0.0 for one in answers) - time.seconds(step), 0.0)
+    silent = settings.model_copy(update={"host_time": 1000 * host_s, "message_latency": 0.0, "link_latency": 0.0})
+    ((alone,), _), num_messages = simulate(silent, requests[:1]), 2 if settings.both else 4
+    rest_s = max(statistics.median(one.ttft_s for one in answers) - alone.ttft_s, 0.0)
+    return silent.model_copy(update={"message_latency": 1000 * rest_s / num_messages})
 
 
 # ---------------------------------------------------------------------------------------------------- the simulated one
@@ -208,20 +211,34 @@ def kv_token_bytes(folder: Path, dtype: str) -> int:
     return int(2 * config["num_hidden_layers"] * num_heads * head_dim * (4 if dtype == "float32" else 2))
 
 
-def profiled(args: argparse.Namespace, num_cores: int, out: Path) -> Path:
-    """A model of time of this machine, on so many cores, also where the stack's workers look for it."""
+@contextlib.contextmanager
+def profiled(args: argparse.Namespace, num_cores: int) -> Iterator[str]:
+    """A file of a model of time of this machine, on so many cores. For as long, the stack's workers find it, too."""
     cores = sorted(os.sched_getaffinity(0))[-num_cores:]
-    command = [sys.executable, "-m", "baton", "profile", f"--minutes={args.minutes}", f"--out={out}"]
-    command += [f"--model={args.model}", f"--dtype={args.dtype}", "--device=cpu", f"--cache-dir={args.cache_dir}"]
-    subprocess.run(command, check=True, preexec_fn=lambda: os.sched_setaffinity(0, cores))
-    from engine.learning.key import model_file
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "times.json"
+        command = [sys.executable, "-m", "baton", "profile", f"--minutes={args.minutes}", f"--out={out}"]
+        command += [f"--model={args.model}", f"--dtype={args.dtype}", "--device=cpu", f"--cache-dir={args.cache_dir}"]
+        if subprocess.run(command, check=False, preexec_fn=lambda: os.sched_setaffinity(0, cores)).returncode:
+            raise SystemExit("there is no model of time; the reason is above")
+        from engine.learning.key import model_file
 
-    shutil.copyfile(out, model_file(args.cache_dir, decode(out.read_bytes()).key))
-    return out
+        place = model_file(args.cache_dir, decode(out.read_bytes()).key)
+        before = place.read_bytes() if place.exists() else None
+        shutil.copyfile(out, place)
+        try:
+            yield str(out)
+        finally:
+            if before is None:
+                place.unlink()
+            else:
+                place.write_bytes(before)
 
 
-def measure(args: argparse.Namespace, fleet: str, times: str, kv_bytes: int) -> tuple[float, dict[str, list[Row]]]:
-    """The host's seconds between two steps, and the figures of each workload."""
+def measure(
+    args: argparse.Namespace, fleet: str, times: str, kv_bytes: int
+) -> tuple[SimulateSettings, dict[str, list[Row]]]:
+    """How the fleet was simulated, and the figures of each workload."""
     numbers = fleet_of(fleet)
     settings = SimulateSettings.model_validate(
         {
@@ -241,8 +258,7 @@ def measure(args: argparse.Namespace, fleet: str, times: str, kv_bytes: int) -> 
     flags += [f"--simulated-time={times}"] if args.device == "simulated" else [f"--dtype={args.dtype}"]
     found: dict[str, list[Row]] = {}
     with running_stack(flags) as address:
-        between_s = asyncio.run(host_s(address, settings))
-        settings = settings.model_copy(update={"host_time": 1000 * between_s})
+        settings = calibrated(address, settings)
         for workload in args.workloads.split(","):
             requests = planned(settings, workload, args.seconds, args.load)
             what = f"{fleet}, {workload}: {len(requests)} requests in {requests[-1].at:.0f} s"
@@ -250,7 +266,7 @@ def measure(args: argparse.Namespace, fleet: str, times: str, kv_bytes: int) -> 
             real = figures(*asyncio.run(send(address, requests, seed=[*WORKLOADS].index(workload))))
             simulated = figures(*simulate(settings, requests))
             found[workload] = [Row(name, value, simulated[name]) for name, value in real.items()]
-    return between_s, found
+    return settings, found
 
 
 def show(title: str, found: Mapping[str, Sequence[Row]], console: Console) -> None:
@@ -272,7 +288,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "simulated"])
     parser.add_argument("--times", help="a file of baton profile, which is not run then; a data sheet's name, likewise")
-    parser.add_argument("--minutes", type=float, default=1.5, help="that baton profile measures")
+    parser.add_argument("--minutes", type=float, default=2.0, help="that baton profile measures")
     parser.add_argument("--fleets", default="1P1D,2B,2P2D", help="1P1D: a prefill and a decode worker; 2B: two of both")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of those named in the source")
     parser.add_argument("--seconds", type=float, default=16.0, help="of each workload")
@@ -293,7 +309,7 @@ def main() -> int:
     kv_bytes = SIMULATED_KV_BYTES if args.device == "simulated" else kv_token_bytes(folder, args.dtype)
     console.print(f"{read_cpu().name}, {len(cores)} cores; --device {args.device}")
     profiles: dict[int, str] = {}  # by the cores of a worker
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.ExitStack() as made:
         for fleet in args.fleets.split(","):
             num_workers = sum(fleet_of(fleet).values())
             num_cores = max(len(cores) // num_workers, 1)
@@ -302,12 +318,13 @@ def main() -> int:
                 continue
             times = args.times or (next(iter(SHEETS)) if args.device == "simulated" else profiles.get(num_cores))
             if times is None:
-                times = str(profiled(args, num_cores, Path(scratch) / f"times-{num_cores}.json"))
-                profiles[num_cores] = times
-            between_s, found = measure(args, fleet, times, kv_bytes)
-            show(f"{fleet}, {1000 * between_s:.2f} ms of host time between two steps", found, console)
+                times = profiles[num_cores] = made.enter_context(profiled(args, num_cores))
+            settings, found = measure(args, fleet, times, kv_bytes)
+            host_ms, message_ms = settings.host_time, settings.message_latency
+            show(f"{fleet}; {host_ms:.2f} ms between two steps, {message_ms:.2f} ms a message", found, console)
             results[fleet] = {
-                "host_ms": 1000 * between_s,
+                "host_ms": host_ms,
+                "message_ms": message_ms,
                 "workloads": {
                     workload: {row.name: {"real": row.real, "simulated": row.simulated} for row in rows}
                     for workload, rows in found.items()

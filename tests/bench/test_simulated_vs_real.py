@@ -56,6 +56,7 @@ def test_the_command_compares_real_processes_with_a_simulation(tmp_path: Path) -
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     result = json.loads(found.read_text())["1B"]
     assert result["host_ms"] >= 0
+    assert result["message_ms"] >= 0
     rows = result["workloads"]["conversations"]
     assert set(rows) == {"TTFT p50 ms", "TTFT p90 ms", "TPOT p50 ms", "TPOT p90 ms", "requests/s"}
     assert all(row["real"] > 0 and row["simulated"] > 0 for row in rows.values())
