@@ -257,6 +257,46 @@ async def test_the_same_question_has_the_same_answer(
     assert prompts == [prompts[0]] * len(DOORS)
 
 
+PromptDoor = Callable[[RunningRouter, httpx.AsyncClient, Json], Awaitable[tuple[object, ...]]]
+
+
+async def completions(_router: RunningRouter, http: httpx.AsyncClient, limits: Json) -> tuple[object, ...]:
+    answer = await post(http, "/v1/completions", {"prompt": QUESTION, **limits})
+    (choice,), usage = answer["choices"], answer["usage"]
+    return choice["text"], choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"]
+
+
+async def generate(router: RunningRouter, _http: httpx.AsyncClient, limits: Json) -> tuple[object, ...]:
+    params = types_pb2.SamplingParams(**limits)
+    request = inference_pb2.GenerateRequest(prompt=QUESTION, sampling_params=params)
+    told = [response async for response in router.inference.Generate(request)]
+    last = told[-1]
+    reason = next(words[0] for words in REASONS.values() if words[3] == last.finish_reason)
+    text = "".join(one.text for one in told)
+    return text, reason, last.usage.prompt_tokens, last.usage.completion_tokens
+
+
+async def open_inference(_router: RunningRouter, http: httpx.AsyncClient, limits: Json) -> tuple[object, ...]:
+    parameters = {"exclude_input_in_output": True, **limits}
+    asks = dict.fromkeys(("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"), True)
+    body = {"text_input": QUESTION, "parameters": parameters, **asks}
+    told = await post(http, "/v2/models/tiny/generate", body)
+    return told["text_output"], told["finish_reason"], told["num_input_tokens"], told["num_output_tokens"]
+
+
+@each_case("limits", [{"max_tokens": 200}, {"max_tokens": 4}, {"max_tokens": 200, "stop": ["Paris"]}])
+async def test_the_same_prompt_has_the_same_answer(
+    router: RunningRouter, worker: FakeWorker, http: httpx.AsyncClient, limits: Json
+) -> None:
+    worker.answer = ids_of(ANSWER)
+    doors: tuple[PromptDoor, ...] = (completions, generate, open_inference)
+    first, *others = [await door(router, http, limits) for door in doors]
+    assert others == [first] * len(others)
+    assert ANSWER.startswith(str(first[0]))
+    prompts = [list(request.prompt_token_ids) for request in worker.requests]
+    assert prompts == [prompts[0]] * len(doors)
+
+
 @each_case(
     ("path", "body"),
     [
