@@ -78,7 +78,7 @@ tier = $(PYTEST) --numprocesses=3 --tier=$(1) -m "$(if $(SAMPLE),(slow or integr
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (3.5 minutes on two cores)
 	@# Forks of one process, which reads all tests once; the real stack starts beside that.
-	@$(BIN)/python -m pytest --forks=4 --early=tests/newcomer -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" \
+	@$(BIN)/python -m pytest --forks=5 --early=tests/newcomer -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" \
 		$(NOT_READ) --ignore=tests/integration --ignore=tests/engine/kernels --ignore=tests/models tests
 
 test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core, real processes in every way a request can go; the quick ones of kernels and models; properties further

@@ -68,7 +68,13 @@ def test_another_seed_gives_another_order(tmp_path: Path) -> None:
     assert firsts[0] != firsts[1]  # and of the test in each that comes first
 
 
-@pytest.mark.parametrize("flags", [(), ("-p", "xdist", "--numprocesses=1", "--dist=loadfile")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="alone"),
+        pytest.param(("-p", "xdist", "--numprocesses=1", "--dist=loadfile"), id="xdist", marks=pytest.mark.slow),
+    ],
+)
 def test_what_has_no_turn_is_counted(tmp_path: Path, flags: tuple[str, ...]) -> None:
     status, output = run(tmp_path, "--at-most-seconds=1000", "--seed=7", *flags, text=TIME_ENDS)
     assert status == 0

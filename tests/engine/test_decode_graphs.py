@@ -49,7 +49,7 @@ class Recorder:
         return replay
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma2", marks=pytest.mark.slow), "qwen3_moe"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / request.param, FAMILIES[request.param])
 

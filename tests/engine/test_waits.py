@@ -198,7 +198,12 @@ def steps() -> dict[str, list[StepRow]]:
 @pytest.mark.usefixtures("_planned")
 @pytest.mark.parametrize(
     ("has_grouped_mm", "family"),
-    [(True, "llama"), (True, "gemma2"), *itertools.product([True, False], ["mixtral", "qwen3_moe"])],  # these: experts
+    [
+        (True, "llama"),
+        (True, "gemma2"),
+        *itertools.product([True, False], ["qwen3_moe"]),  # experts
+        *(pytest.param(has, "mixtral", marks=pytest.mark.slow) for has in (True, False)),
+    ],
 )
 def test_a_step_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, has_grouped_mm: bool) -> None:
     path = make_model(tmp_path / family, FAMILIES[family])

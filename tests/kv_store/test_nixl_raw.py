@@ -9,6 +9,7 @@ from tests.nixl import needs_nixl
 pytestmark = needs_nixl
 
 
+@pytest.mark.slow
 def test_blocks_in_any_order() -> None:
     """`RawNixlReads` compares the bytes by itself."""
     with RawNixlReads(6, 4096, remote_ids=[5, 0, 3], local_ids=[1, 2, 0]) as raw:

@@ -111,7 +111,8 @@ async def test_sighup(worker: FakeWorker, path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 async def test_sighup_without_a_settings_file(worker: FakeWorker, tmp_path: Path, processes: int) -> None:
     limits, keys = tmp_path / "limits.yaml", tmp_path / "keys"
     limits.write_text("{}")

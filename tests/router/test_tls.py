@@ -295,7 +295,7 @@ async def test_batons_own_client_says_what_is_wrong(
         Client(router.grpc_address, tls_ca="missing")
 
 
-@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("hashed", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_what_helm_test_asks(
     made: Path, secret: Mounted, worker: FakeWorker, start_router: StartRouter, tmp_path: Path, hashed: bool
 ) -> None:

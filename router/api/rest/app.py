@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.version import VERSION
@@ -61,6 +62,7 @@ def make_app(
     """`live`: what the live page shows; None if there is no page. `batches`: None if there are none."""
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, servers=servers)
+    described = FastAPI(title="Baton", version=VERSION, servers=servers)  # has the same routes, for the page alone
     errors.install(app)
     generation, embedding, prefixes = GenerationHandlers(gateway), EmbeddingHandlers(gateway), PrefixHandlers(gateway)
     tokenizer, information = TokenizerHandlers(gateway), InformationHandlers(gateway)
@@ -69,16 +71,26 @@ def make_app(
     references, components = schemas(BODIES)
     direct: dict[str, Endpoint] = {}
 
-    def add(method: str, path: str, handler: Endpoint, summary: str, described: openapi.Json) -> None:
-        app.add_api_route(
-            path,
-            handler,
-            methods=[method],
-            response_model=None,
-            response_class=Response,  # the page says of answers what `described` says, and nothing else
-            summary=summary,
-            openapi_extra=described | ({"security": []} if path in OPEN_PATHS else {}),
-        )
+    describing: list[Callable[[], None]] = []
+
+    def route(method: str, path: str, handler: Endpoint) -> None:
+        """FastAPI looks into each handler for what it may take, for a millisecond, and these take requests."""
+        app.router.routes.append(PlainRoute(path, handler, method))
+
+    def add(method: str, path: str, handler: Endpoint, summary: str, operation: openapi.Json) -> None:
+        def describe() -> None:
+            described.add_api_route(
+                path,
+                handler,
+                methods=[method],
+                response_model=None,
+                response_class=Response,  # the page says of answers what `operation` says, and nothing else
+                summary=summary,
+                openapi_extra=operation | ({"security": []} if path in OPEN_PATHS else {}),
+            )
+
+        describing.append(describe)
+        route(method, path, handler)
 
     def post(path: str, handler: Endpoint, summary: str, body: type[Body], answer: openapi.Json) -> None:
         direct[path] = handler = _guarded(handler)
@@ -93,8 +105,8 @@ def make_app(
         *parameters: openapi.Json,
         unavailable: openapi.Json | None = None,
     ) -> None:
-        described = openapi.operation(answer, parameters=parameters, unavailable=unavailable)
-        add("GET", path, _guarded(handler), summary, described)
+        operation = openapi.operation(answer, parameters=parameters, unavailable=unavailable)
+        add("GET", path, _guarded(handler), summary, operation)
 
     embeddings, hinted = openapi.json_answer("Embeddings"), openapi.json_answer("PrefixHinted")
     post("/v1/chat/completions", generation.chat, "Answer a conversation", ChatBody, openapi.CHAT_ANSWER)
@@ -136,17 +148,18 @@ def make_app(
     ended = openapi.json_answer("FinishedRequest")
     get("/requests/{request_id:path}", information.request, "One of them", ended, openapi.REQUEST_ID_PARAMETER)
     for method, path, handler in oip.routes(gateway):  # described by their own protocol
-        app.add_api_route(path, handler, methods=[method], response_model=None, include_in_schema=False)
+        route(method, path, handler)
     if batches is not None:
         for method, path, handler in _batch_routes(*batches):
-            app.add_api_route(path, _guarded(handler), methods=[method], response_model=None, include_in_schema=False)
+            route(method, path, _guarded(handler))
     if live is not None:
-        app.add_api_route("/ui/events", _guarded(live.events), response_model=None, include_in_schema=False)
-    describe = app.openapi
+        route("GET", "/ui/events", _guarded(live.events))
 
     def page() -> openapi.Json:
         """Made when it is first asked for: it takes as long as all else that a router does before it serves."""
-        made = describe()
+        while describing:
+            describing.pop(0)()
+        made = described.openapi()
         parts = made.setdefault("components", {})
         parts.setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})
         parts["securitySchemes"], made["security"] = openapi.SECURITY_SCHEMES, openapi.SECURITY
@@ -154,6 +167,14 @@ def make_app(
 
     app.openapi = page  # type: ignore[method-assign]
     return DirectApp(app, direct, root_path)
+
+
+class PlainRoute(Route):
+    """Has its one method, and no HEAD that it was not given."""
+
+    def __init__(self, path: str, handler: Endpoint, method: str) -> None:
+        super().__init__(path, handler, methods=[method])
+        self.methods = {method}
 
 
 def _batch_routes(files: FileHandlers, batches: BatchHandlers) -> list[tuple[str, str, Endpoint]]:

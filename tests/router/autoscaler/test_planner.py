@@ -262,7 +262,7 @@ def test_nothing_is_learned_if_workers_come_and_go_or_are_silent() -> None:
         assert rules.needs(float(second), signals).prefill.workers == 0
 
 
-@pytest.mark.parametrize("rate", ["given", "learned"])
+@pytest.mark.parametrize("rate", ["given", pytest.param("learned", marks=pytest.mark.slow)])
 def test_a_day_is_served_with_less_than_its_peak_needs(rate: str) -> None:
     """The comparison that bench/planner.py prints, without its oracle: decisions must not get worse unnoticed."""
     jobs, hardware, slo = synthetic_day(), Hardware(), Slo()
