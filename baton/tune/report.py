@@ -77,7 +77,7 @@ def page(tuned: Tuned) -> str:
     return "\n".join(parts) + "</html>\n"
 
 
-KNOB_HEADS = ("knob", "chosen", "default", "good with this default alone", "a second")
+KNOB_HEADS = ("knob", "chosen", "default", "good with this default alone", "good a second")
 
 
 def knob_rows(tuned: Tuned) -> Iterator[tuple[str, str, str, str, str]]:
@@ -129,7 +129,7 @@ def finalist_rows(tuned: Tuned) -> tuple[Sequence[str], list[tuple[str, ...]]]:
                 *real,
             )
         )
-    heads = ("settings", "", "good", "at the own rate")
+    heads = ("settings", "", "good", "at the traffic's own rate")
     return (*heads, "real run", "expected of it", "problem") if is_confirmed else heads, rows
 
 
