@@ -45,7 +45,7 @@ def run_oracle(
     loads = offered(jobs, hardware, slo, window_s)
 
     def outcome(counts: list[list[int]]) -> Outcome:
-        def plan(now: float, _signals: FleetSignals) -> tuple[int, int]:
+        def plan(now: float, _read: Callable[[], FleetSignals]) -> tuple[int, int]:
             prefill, decode = counts[min(int(now / window_s), len(counts) - 1)]
             return prefill, decode
 

@@ -1,6 +1,6 @@
 """The planner on recorded traffic, against an oracle that knows the future.
 
-    python -m bench.planner [TRACE.jsonl ...] [--json]
+    python -m bench.planner [TRACE.jsonl ...] [--planner signals] [--share 0.9] [--json]
 
 A trace has one JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens). Without one, a day of
 synthetic traffic is made, pressed into an hour. Both sides drive the same simulated fleet (`simulation.rough_fleet`).
@@ -14,14 +14,15 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench.oracle import best_batch, offered, run_oracle
 from common.types import WorkerRole
+from router.autoscaler.model_rules import LatencyGoal, ModelRules
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
-from router.autoscaler.rules import TargetRules, Targets
+from router.autoscaler.rules import Rules, TargetRules, Targets
 from router.autoscaler.signals import FleetSignals
 from simulation.rough_fleet import Hardware, Job, Outcome, Slo, simulate
 
@@ -31,16 +32,17 @@ def run_planner(
     hardware: Hardware,
     slo: Slo,
     options: PlannerOptions,
-    targets: Targets,
+    rules: Rules,
     history: list[tuple[int, int]] | None = None,
     *,
     learns: bool = False,
 ) -> Outcome:
-    """`history` is given what was desired in each second. With `learns` the planner may learn a prefill worker's rate,
-    if targets have none."""
-    planner = Planner(options, TargetRules(targets))
+    """`history` is given what was desired in each second. With `learns` the planner is told how much has arrived in
+    all, by which rules can learn a prefill worker's rate."""
+    planner = Planner(options, rules)
 
-    def plan(now: float, signals: FleetSignals) -> tuple[int, int]:
+    def plan(now: float, read: Callable[[], FleetSignals]) -> tuple[int, int]:
+        signals = read()
         decisions = planner.step(now, signals if learns else replace(signals, arrived_tokens=None))
         wanted = decisions[WorkerRole.PREFILL].desired, decisions[WorkerRole.DECODE].desired
         if history is not None:
@@ -100,9 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=60.0, help="seconds for which the oracle keeps its numbers")
     parser.add_argument("--ttft", type=float, default=Slo().ttft_s)
     parser.add_argument("--tpot", type=float, default=Slo().tpot_s)
+    parser.add_argument("--planner", choices=("model", "signals"), default="model", help="what it plans by")
+    parser.add_argument("--share", type=float, default=0.95, help="of requests within SLO that the model plans for")
+    parser.add_argument(
+        "--scale-down-delay", type=float, help="seconds; by default the start of a worker, and 120 by signals"
+    )
     parser.add_argument("--utilization", type=float, default=0.8, help="share of a worker's rate that it is given")
     parser.add_argument(
-        "--rate", choices=("given", "learned", "unknown"), default="given", help="a prefill worker's, to the planner"
+        "--rate",
+        choices=("given", "learned", "unknown"),
+        default="given",
+        help="a prefill worker's, to the planner by signals",
     )
     parser.add_argument("--no-oracle", action="store_true")
     options = parser.parse_args(arguments)
@@ -114,17 +124,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = read_trace(path, scale=options.scale)
         traffic[path.stem] = jobs
         traffic[f"{path.stem}, day curve"] = thinned(jobs)
+    by_model = options.planner == "model"
     targets = Targets(
         # A queue that takes half of the TTFT to compute.
         queued_tokens=hardware.prefill_rate * slo.ttft_s / 2,
-        prefill_rate=hardware.prefill_rate * options.utilization if options.rate == "given" else None,
+        prefill_rate=hardware.prefill_rate * options.utilization if options.rate == "given" and not by_model else None,
         requests=best_batch(hardware, slo) * options.utilization,
     )
-    planner = PlannerOptions(prefill=Bounds(1, 64), decode=Bounds(1, 64), scale_down_delay_s=120.0)
+    delay_s = options.scale_down_delay
+    if delay_s is None:
+        delay_s = hardware.startup_s if by_model else 120.0
+    planner = PlannerOptions(prefill=Bounds(1, 64), decode=Bounds(1, 64), scale_down_delay_s=delay_s)
+    goal = LatencyGoal(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, share=options.share, startup_s=hardware.startup_s)
     rows = []
     for name, jobs in traffic.items():
         history: list[tuple[int, int]] = []
-        planned = run_planner(jobs, hardware, slo, planner, targets, history, learns=options.rate == "learned")
+        rules: Rules = TargetRules(targets)
+        if by_model:
+            rules = ModelRules(goal, rules)
+        learns = by_model or options.rate == "learned"
+        planned = run_planner(jobs, hardware, slo, planner, rules, history, learns=learns)
         row: dict[str, object] = {"traffic": name, "num_requests": len(jobs), "planner": asdict(planned)}
         if not options.no_oracle:
             oracle = run_oracle(jobs, hardware, slo, planned, history, options.window)

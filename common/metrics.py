@@ -212,6 +212,7 @@ decode_requests_per_pod = _gauge(
     "baton_decode_requests_per_pod", "Requests running and waiting, mean of the ready decode workers."
 )
 desired_replicas = _gauge("baton_desired_replicas", "Workers that the planner wants.", ["role"])
+advised_replicas = _gauge("baton_advised_replicas", "Workers that --planner model would want, if advisory.", ["role"])
 needed_replicas = _gauge("baton_needed_replicas", "Workers that the load asks for, before limits and delays.", ["role"])
 autoscaler_workers = _gauge("baton_autoscaler_workers", "Workers as the autoscaler sees them.", ["role", "state"])
 autoscaler_held_requests = _gauge(

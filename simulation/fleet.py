@@ -25,7 +25,7 @@ from common.types import WorkerLoad, WorkerRole
 from engine import messages as m
 from engine.scheduling.schedule import LateRequest
 from engine.simulated.data_sheet import SimulatedTime
-from router.autoscaler.fleet_load import prompt_rate
+from router.autoscaler.fleet_load import Totals
 from router.policy.base import Policy, RoutingDecision
 from router.running.prefill_times import PrefillTimes
 from simulation.admission import AdmissionOptions, SimulatedAdmission, Visit
@@ -103,12 +103,12 @@ class Fleet:
         self._paid_s = dict.fromkeys(WorkerRole, 0.0)
         self._busy_s = dict.fromkeys(WorkerRole, 0.0)
         self._num_steps = 0
-        self._arrived_tokens = 0
+        self._arrived = self._answered = 0  # tokens of prompts and of answers
         self._outcomes: list[RequestOutcome] = []
         self._last_end = 0.0
         self._is_arriving = True
-        rates = {role: prompt_rate(times.time) for role, times in options.times.items()}
-        self._scaling = None if options.scaling is None else Scaling(options.scaling, rates)
+        times = {role: one.time for role, one in options.times.items()}
+        self._scaling = None if options.scaling is None else Scaling(options.scaling, times)
         for role, number in options.num_workers.items():
             for _ in range(number):
                 self._add_worker(role)
@@ -171,7 +171,7 @@ class Fleet:
         key = str(len(self._outcomes))
         self._outcomes.append(outcome)
         if self._admission is None:
-            self._arrived_tokens += num_prompt
+            self._arrived += num_prompt
             self._route(key, request, outcome, None)
             return
 
@@ -187,7 +187,7 @@ class Fleet:
         except BatonError as error:
             refuse(error)
         else:
-            self._arrived_tokens += num_prompt
+            self._arrived += num_prompt
 
     def _route(self, key: str, request: TrafficRequest, outcome: RequestOutcome, visit: Visit | None) -> None:
         """The request's turn has come: it goes to a decode worker."""
@@ -301,6 +301,7 @@ class Fleet:
                     self._router.first_tokens.handed_over(one.decision.num_missing_tokens, handoff_s)
                 self._release(one)
             case m.TokensGenerated():
+                self._answered += len(event.tokens)
                 if event.tokens and outcome.ttft_s is None:
                     outcome.ttft_s = self._clock.now + self._options.message_s - outcome.at
                 outcome.num_preemptions = event.num_preemptions
@@ -388,7 +389,8 @@ class Fleet:
             if not member.is_draining:
                 serving[member.worker.role].append(member)
         loads = {role: [member.worker.load for member in members] for role, members in serving.items()}
-        for role, wanted in scaling.decide(now, loads, self._arrived_tokens).items():
+        totals = Totals(len(self._outcomes), self._arrived, self._answered)
+        for role, wanted in scaling.decide(now, loads, totals).items():
             num_more = wanted - len(serving[role]) - self._num_starting[role]
             for _ in range(num_more):
                 self._num_starting[role] += 1

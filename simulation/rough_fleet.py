@@ -11,7 +11,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
@@ -33,6 +34,12 @@ class Hardware:
     step_per_request_s: float = 0.001  # and for each request in it
     kv_tokens: float = 400_000.0  # KV capacity of a decode worker
     startup_s: float = 30.0
+
+    def prompt_s(self, num_tokens: float) -> float:
+        return num_tokens / self.prefill_rate
+
+    def decode_s(self, num_requests: float, _context: float) -> float:
+        return self.step_s + self.step_per_request_s * num_requests
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -182,7 +189,8 @@ class Outcome:
         return self.prefill_hours + self.decode_hours
 
 
-Plan = Callable[[float, FleetSignals], tuple[int, int]]
+Plan = Callable[[float, Callable[[], FleetSignals]], tuple[int, int]]
+"""Given the second, and a function that reads the fleet in it: an oracle does not look."""
 
 
 def simulate(
@@ -193,7 +201,11 @@ def simulate(
     ttft = [math.inf] * num_jobs
     tpot = [math.inf] * num_jobs
 
+    answered_tokens = 0
+
     def done(index: int, joined: float, at: float) -> None:
+        nonlocal answered_tokens
+        answered_tokens += jobs[index].num_output_tokens
         tpot[index] = (at - joined) / max(jobs[index].num_output_tokens, 1)
 
     prefill, decode = Prefill(hardware, start[0]), Decode(hardware, start[1], done)
@@ -201,6 +213,17 @@ def simulate(
     arrivals = ArrivalRate(window_s=ARRIVAL_WINDOW_S)
     end = math.ceil(jobs[-1].arrival) + 1
     upcoming, num_tokens, changes, current = 0, 0, 0, start
+
+    def signals(now: float) -> FleetSignals:
+        return FleetSignals(
+            prefill=replace(prefill.signals(now), times=(hardware,)),
+            decode=replace(decode.signals(now), times=(hardware,)),
+            arrival_tokens_per_s=arrivals.rate(),
+            arrived_tokens=float(num_tokens),
+            arrived_requests=float(upcoming),
+            answered_tokens=float(answered_tokens),
+        )
+
     for second in range(end):
         now = float(second)
         while upcoming < num_jobs and jobs[upcoming].arrival < now:
@@ -216,13 +239,7 @@ def simulate(
             decode.add(at, index, jobs[index])
         decode.advance(now)
         arrivals.add(now, num_tokens)
-        signals = FleetSignals(
-            prefill=prefill.signals(now),
-            decode=decode.signals(now),
-            arrival_tokens_per_s=arrivals.rate(),
-            arrived_tokens=float(num_tokens),
-        )
-        wanted = plan(now, signals)
+        wanted = plan(now, partial(signals, now))
         if wanted != current:
             changes, current = changes + 1, wanted
             prefill.scale(now, wanted[0], startup_s=startup_s)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.batch_time import BatchTime
 from common.types import WorkerLoad, WorkerRole
 from router.autoscaler.arrivals import ArrivalRate
-from router.autoscaler.fleet_load import kv_usage
+from router.autoscaler.fleet_load import ModelTime, Totals, kv_usage, prompt_rate
+from router.autoscaler.model_rules import LatencyGoal, ModelRules
 from router.autoscaler.planner import Planner, PlannerOptions
-from router.autoscaler.rules import TargetRules, Targets
+from router.autoscaler.rules import Rules, TargetRules, Targets
 from router.autoscaler.signals import FleetSignals, RoleSignals
 
 PLAN_S = 1.0  # from decision to decision
@@ -19,28 +21,35 @@ PLAN_S = 1.0  # from decision to decision
 class ScalingOptions:
     planner: PlannerOptions = field(default_factory=PlannerOptions)
     targets: Targets = field(default_factory=Targets)
+    goal: LatencyGoal | None = None  # None: signals alone decide
     startup_s: float = 30.0  # from asking for a worker until it serves, which are paid
     window_s: float = 60.0  # over which arrivals are averaged
 
 
 class Scaling:
-    def __init__(self, options: ScalingOptions, prompt_rates: Mapping[WorkerRole, float]) -> None:
-        """`prompt_rates`: prompt tokens a second of one worker, as its model of time says."""
+    def __init__(self, options: ScalingOptions, times: Mapping[WorkerRole, BatchTime]) -> None:
+        """`times`: the workers' models of time."""
         self.history: list[tuple[float, dict[WorkerRole, int]]] = []  # each change: when, and what is wanted since
-        self._planner = Planner(options.planner, TargetRules(options.targets))
+        rules: Rules = TargetRules(options.targets)
+        if options.goal is not None:
+            rules = ModelRules(options.goal, rules)
+        self._planner = Planner(options.planner, rules)
         self._arrivals = ArrivalRate(options.window_s)
-        self._prompt_rates = prompt_rates
+        self._prompt_rates = {role: prompt_rate(time) for role, time in times.items()}
+        self._times = {role: ModelTime(time) for role, time in times.items()}
 
     def decide(
-        self, now: float, loads: Mapping[WorkerRole, Sequence[WorkerLoad]], arrived_tokens: int
+        self, now: float, loads: Mapping[WorkerRole, Sequence[WorkerLoad]], arrived: Totals
     ) -> Mapping[WorkerRole, int]:
         """How many workers of each role there should be. `loads`: of those that serve and do not drain."""
-        self._arrivals.add(now, arrived_tokens)
+        self._arrivals.add(now, arrived.prompt_tokens)
         signals = FleetSignals(
             prefill=self._signals(WorkerRole.PREFILL, loads[WorkerRole.PREFILL]),
             decode=self._signals(WorkerRole.DECODE, loads[WorkerRole.DECODE]),
             arrival_tokens_per_s=self._arrivals.rate(),
-            arrived_tokens=float(arrived_tokens),
+            arrived_tokens=float(arrived.prompt_tokens),
+            arrived_requests=float(arrived.requests),
+            answered_tokens=float(arrived.answer_tokens),
         )
         wanted = {role: decision.desired for role, decision in self._planner.step(now, signals).items()}
         if not self.history or self.history[-1][1] != wanted:
@@ -56,4 +65,5 @@ class Scaling:
             num_busy=sum(one.num_queued_prompt_tokens > 0 for one in loads),
             kv_used=sum(map(kv_usage, loads)),
             predicted_rate=self._prompt_rates.get(role),
+            times=(self._times[role],) if role in self._times else (),
         )

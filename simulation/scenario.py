@@ -20,6 +20,7 @@ from common.traffic.requests import TrafficRequest
 from common.traffic.traces import read_trace, repeated, scaled
 from common.types import WorkerRole
 from engine.simulated.data_sheet import SimulatedTime, simulated_time
+from router.autoscaler.model_rules import latency_goal
 from router.autoscaler.planner import Bounds, PlannerOptions
 from router.autoscaler.rules import Targets
 from router.limits.quotas import read_limits
@@ -254,6 +255,14 @@ def _scaling(settings: SimulateSettings) -> ScalingOptions:
         kv_usage=settings.target_kv_usage,
         requests=settings.target_requests,
     )
+    goal = latency_goal(
+        settings.planner,
+        settings.target_ttft_ms,
+        settings.target_tpot_ms,
+        share=settings.target_share,
+        startup_s=settings.startup,
+        kv_usage=settings.target_kv_usage,
+    )
     return ScalingOptions(
-        planner=planner, targets=targets, startup_s=settings.startup, window_s=settings.arrival_window
+        planner=planner, targets=targets, goal=goal, startup_s=settings.startup, window_s=settings.arrival_window
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from common.config.base import Addresses, LogSettings, Positive, TlsSettings
@@ -54,6 +56,18 @@ class AutoscalerSettings(TlsSettings, LogSettings):
     )
     target_kv_usage: float = Field(0.7, gt=0, le=1, description="share of KV blocks in use on a decode worker")
     target_requests: float = Field(32, gt=0, description="requests running and waiting on a decode worker")
+    planner: Literal["signals", "advisory", "model"] = Field(
+        "signals",
+        description="signals: each divided by its target; model: the fewest workers that keep --target-ttft-ms and "
+        "--target-tpot-ms, by forecast and the workers' models of time; advisory: signals decide, and what model would "
+        "do is reported",
+    )
+    target_ttft_ms: float | None = Field(None, gt=0, description="milliseconds to the first token; of --planner model")
+    target_tpot_ms: float | None = Field(None, gt=0, description="milliseconds for each further token; likewise")
+    target_share: float = Field(0.95, gt=0, lt=1, description="share of requests that keep both; likewise")
+    startup_time: float = Field(
+        60.0, ge=1, description="seconds from asking for a worker until it serves; likewise, which plans so far ahead"
+    )
     tolerance: float = Field(0.1, ge=0, lt=1, description="no change within this share of the target")
     arrival_window: float = Field(60.0, gt=0, description="seconds over which arrivals are averaged")
     scale_up_delay: float = Field(3.0, ge=0, description="seconds that a need must last before workers are added")

@@ -103,6 +103,12 @@ class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
     target_prefill_rate: float | None = _as_in(AutoscalerSettings, "target_prefill_rate")
     target_kv_usage: float = _as_in(AutoscalerSettings, "target_kv_usage")
     target_requests: float = _as_in(AutoscalerSettings, "target_requests")
+    planner: Literal["signals", "model"] = Field(
+        "signals", description="how --autoscale plans: as --planner of `baton autoscaler`"
+    )
+    target_ttft_ms: float | None = _as_in(AutoscalerSettings, "target_ttft_ms")
+    target_tpot_ms: float | None = _as_in(AutoscalerSettings, "target_tpot_ms")
+    target_share: float = _as_in(AutoscalerSettings, "target_share")
     tolerance: float = _as_in(AutoscalerSettings, "tolerance")
     arrival_window: float = _as_in(AutoscalerSettings, "arrival_window")
     scale_up_delay: float = _as_in(AutoscalerSettings, "scale_up_delay")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common import metrics
 from common.errors import UnavailableError
@@ -31,6 +31,7 @@ class Notice:
     unix_time: float
     signals: FleetSignals
     decisions: Mapping[WorkerRole, ScaleDecision]
+    advice: Mapping[WorkerRole, ScaleDecision] = field(default_factory=dict)  # that nobody scales by
 
     def readings(self) -> list[Reading]:
         prefill, decode = self.signals.prefill, self.signals.decode
@@ -72,8 +73,13 @@ class Board:
         self._notice: Notice | None = None
         self._news = asyncio.Event()
 
-    def put(self, signals: FleetSignals, decisions: Mapping[WorkerRole, ScaleDecision]) -> None:
-        self._notice = notice = Notice(self._clock(), time.time(), signals, dict(decisions))
+    def put(
+        self,
+        signals: FleetSignals,
+        decisions: Mapping[WorkerRole, ScaleDecision],
+        advice: Mapping[WorkerRole, ScaleDecision] | None = None,
+    ) -> None:
+        self._notice = notice = Notice(self._clock(), time.time(), signals, dict(decisions), dict(advice or {}))
         _export(notice)
         self._news.set()
         self._news = asyncio.Event()
@@ -112,3 +118,5 @@ def _export(notice: Notice) -> None:
     for role, decision in notice.decisions.items():
         metrics.desired_replicas.labels(role.value).set(decision.desired)
         metrics.needed_replicas.labels(role.value).set(decision.needed)
+    for role, decision in notice.advice.items():
+        metrics.advised_replicas.labels(role.value).set(decision.desired)

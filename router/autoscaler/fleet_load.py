@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from common.batch_time import BatchTime, chunk_shape
+from common.batch_time import BatchTime, StepShape, chunk_shape
 from common.grpc.transport import Channels
 from common.process.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
@@ -31,7 +32,42 @@ log = logging.getLogger(__name__)
 STALE_S = 2.0  # workers and routers report at least once a second
 RETRY_S = 0.5
 INFO_TIMEOUT_S = 5.0
+NUM_TIMES = 16  # models of a role that a planner is given: evenly picked, if there are more workers
 CHUNK = 512  # tokens: the default of --chunk-size
+
+
+@dataclass(slots=True, frozen=True)
+class Totals:
+    """Counted since some moment."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+    def plus(self, before: Totals, after: Totals) -> Totals:
+        return Totals(
+            self.requests + after.requests - before.requests,
+            self.prompt_tokens + after.prompt_tokens - before.prompt_tokens,
+            self.answer_tokens + after.answer_tokens - before.answer_tokens,
+        )
+
+
+class ModelTime:
+    """What the planner asks of a worker's model of time."""
+
+    def __init__(self, time: BatchTime) -> None:
+        self._time = time
+
+    def prompt_s(self, num_tokens: float) -> float:
+        """In steps of `CHUNK`, each behind those before."""
+        num = max(1, round(num_tokens))
+        chunks = (chunk_shape(min(CHUNK, num - past), past) for past in range(0, num, CHUNK))
+        return sum(self._time.seconds(shape) for shape in chunks)
+
+    def decode_s(self, num_requests: float, context: float) -> float:
+        num, longest = round(num_requests), max(1, round(context))
+        shape = StepShape(num_decodes=num, decode_context=num * longest, longest_context=longest, num_head_rows=num)
+        return self._time.seconds(shape)
 
 
 @dataclass(slots=True)
@@ -41,6 +77,7 @@ class _FollowedWorker:
     state: WorkerState = WorkerState.UNREACHABLE
     reported_at: float | None = None
     prompt_rate: float | None = None  # tokens/s, as its model of time says
+    time: ModelTime | None = None  # that model
     model: tuple[str, int] | None = None  # epoch and version of that model
     ask_again_at: float = 0.0  # for a newer one of the same process
 
@@ -57,7 +94,7 @@ class _FollowedRouter:
     arrivals: ArrivalRate
     epoch: str = ""
     num_held_requests: int = 0
-    num_prompt_tokens: int = 0  # in all, as of its last report
+    totals: Totals = Totals()  # as of its last report
     reported_at: float | None = None
 
 
@@ -93,7 +130,7 @@ class FleetLoad:
         self._channels = channels or Channels()
         self._workers: dict[WorkerRole, dict[str, _FollowedWorker]] = {WorkerRole.PREFILL: {}, WorkerRole.DECODE: {}}
         self._routers: dict[str, _FollowedRouter] = {}
-        self._arrived_tokens = 0.0  # at all routers since each was first read
+        self._arrived = Totals()  # at all routers since each was first read
         self._sources = (prefill, decode, routers)
         self._followers = (
             _Followers(self._vital, prefill, lambda found: self._follow_worker(WorkerRole.PREFILL, found)),
@@ -123,7 +160,9 @@ class FleetLoad:
             prefill=self._role(self._workers[WorkerRole.PREFILL].values(), now),
             decode=self._role(self._workers[WorkerRole.DECODE].values(), now),
             arrival_tokens_per_s=sum(rates) if rates else None,
-            arrived_tokens=self._arrived_tokens if rates else None,
+            arrived_tokens=float(self._arrived.prompt_tokens) if rates else None,
+            arrived_requests=float(self._arrived.requests) if rates else None,
+            answered_tokens=float(self._arrived.answer_tokens) if rates else None,
             num_held_requests=sum(one.num_held_requests for one in fresh),
         )
 
@@ -147,7 +186,9 @@ class FleetLoad:
         ready = [worker for worker in fresh if worker.state is WorkerState.READY]
         loads = [worker.load for worker in ready]
         rates = [worker.prompt_rate for worker in ready if worker.prompt_rate is not None]
+        times = [worker.time for worker in ready if worker.time is not None]
         return RoleSignals(
+            times=tuple(times[:: math.ceil(len(times) / NUM_TIMES)]) if times and len(times) == len(ready) else (),
             predicted_rate=sum(rates) / len(rates) if rates and len(rates) == len(ready) else None,
             num_ready=len(loads),
             num_silent=len(workers) - len(fresh),
@@ -174,6 +215,7 @@ class FleetLoad:
                         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
                         time = batch_time_of(info)
                         worker.prompt_rate = None if time is None else prompt_rate(time)
+                        worker.time = None if time is None else ModelTime(time)
                         worker.model = load.epoch, load.batch_time_version
 
         try:
@@ -188,11 +230,14 @@ class FleetLoad:
             call = demand_pb2_grpc.DemandServiceStub(channel).WatchDemand(demand_pb2.WatchDemandRequest())
             async with aclosing(reports(call, demand_pb2.RouterDemand)) as demands:
                 async for demand in demands:
+                    totals = Totals(
+                        demand.num_requests_total, demand.num_prompt_tokens_total, demand.num_output_tokens_total
+                    )
                     if demand.epoch != router.epoch:
                         router.epoch, router.arrivals = demand.epoch, ArrivalRate(self._window_s)
                     else:
-                        self._arrived_tokens += demand.num_prompt_tokens_total - router.num_prompt_tokens
-                    router.num_prompt_tokens = demand.num_prompt_tokens_total
+                        self._arrived = self._arrived.plus(router.totals, totals)
+                    router.totals = totals
                     router.reported_at = self._clock()
                     router.arrivals.add(router.reported_at, demand.num_prompt_tokens_total)
                     router.num_held_requests = demand.num_requests_waiting

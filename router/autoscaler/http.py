@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -12,11 +12,13 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from common.errors import UnavailableError
+from common.types import WorkerRole
 from router.api.rest.http.listener import listen
 from router.api.rest.http.protocol import Connections, LimitedProtocol
 from router.api.rest.http.web_server import WebServer
-from router.autoscaler.board import METRIC_NAMES, Board
+from router.autoscaler.board import METRIC_NAMES, Board, Notice
 from router.autoscaler.external_metrics import Receive, Scope, Send
+from router.autoscaler.signals import ScaleDecision
 
 MAX_CONNECTIONS = 256  # of one port: some scrapers, probes and API servers
 HEAD_TIMEOUT_S = 10.0  # for a TLS handshake, and for a request's head
@@ -83,19 +85,13 @@ class StatusPage:
             return 200, "text/plain", b"ok"
         if path != "/decisions":
             return 404, "text/plain", b"there are /metrics, /healthz, /readyz and /decisions"
-        body = {
+        body: dict[str, object] = {
             "unix_time": round(notice.unix_time, 3),
-            "decisions": {
-                role.value: {
-                    "desired": decision.desired,
-                    "needed": round(decision.needed, 3),
-                    "workers": notice.signals.of(role).num_workers,
-                    "reasons": decision.reasons,
-                }
-                for role, decision in notice.decisions.items()
-            },
+            "decisions": _told(notice, notice.decisions),
             "signals": {one.name: one.value for one in notice.readings() if one.name != "baton_desired_replicas"},
         }
+        if notice.advice:
+            body["advice"] = _told(notice, notice.advice)
         return 200, "application/json", json.dumps(body).encode()
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
@@ -105,3 +101,15 @@ class StatusPage:
         headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": code, "headers": headers})
         await send({"type": "http.response.body", "body": body if scope["method"] != "HEAD" else b""})
+
+
+def _told(notice: Notice, decisions: Mapping[WorkerRole, ScaleDecision]) -> dict[str, object]:
+    return {
+        role.value: {
+            "desired": decision.desired,
+            "needed": round(decision.needed, 3),
+            "workers": notice.signals.of(role).num_workers,
+            "reasons": decision.reasons,
+        }
+        for role, decision in decisions.items()
+    }

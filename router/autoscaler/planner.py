@@ -102,7 +102,7 @@ class Planner:
             most = workers + need.unknown
             workers = workers if workers > previous else min(most, previous)
             reasons.append(f"{need.unknown:g} workers are silent: between {need.workers:.2f} and {most:.2f}")
-        if previous and abs(workers / previous - 1) <= self._options.tolerance:
+        if previous and not need.exact and abs(workers / previous - 1) <= self._options.tolerance:
             return previous
         return math.ceil(workers - _EPSILON)
 

@@ -50,8 +50,8 @@ class TargetRules:
 
     def __init__(self, targets: Targets, *, memory_s: float = 600.0) -> None:
         self._targets = targets
-        self._ratio = _RunningRatio(memory_s)
-        self._pace = _PrefillPace(memory_s)
+        self._ratio = RunningRatio(memory_s)
+        self._pace = PrefillPace(memory_s)
 
     def needs(self, now: float, signals: FleetSignals) -> Needs:
         targets = self._targets
@@ -99,14 +99,14 @@ def _most(asked: list[tuple[float, str]], role: RoleSignals) -> Need:
     return Need(workers, reason, unknown=float(role.num_silent))
 
 
-class _PrefillPace:
+class PrefillPace:
     """Prompt tokens that one prefill worker takes in a second while it is busy.
 
     In tokens that arrive, which is what it is compared with: those that a cache already held count as taken.
     """
 
     def __init__(self, memory_s: float) -> None:
-        self._ratio = _RunningRatio(memory_s)
+        self._ratio = RunningRatio(memory_s)
         self._last: tuple[float, float, int, int] | None = None  # now, arrived, queued, workers
         self._busy_s = 0.0  # of all workers together
 
@@ -127,7 +127,7 @@ class _PrefillPace:
         return round(pace, 1) if pace is not None and pace > 0 and self._busy_s >= LEAST_BUSY_S else None
 
 
-class _RunningRatio:
+class RunningRatio:
     """Exponentially weighted sum(a) / sum(b): a ratio of means, which bursts of either side do not bias."""
 
     def __init__(self, memory_s: float) -> None:

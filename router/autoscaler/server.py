@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 
 from common.config import AutoscalerSettings
 from common.errors import ConfigError
@@ -30,9 +30,10 @@ from router.autoscaler.fleet_load import FleetLoad
 from router.autoscaler.keda_server import KedaServer
 from router.autoscaler.kubernetes import Cluster, Workload
 from router.autoscaler.leader import Elector
+from router.autoscaler.model_rules import LatencyGoal, ModelRules, latency_goal
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
 from router.autoscaler.rules import TargetRules, Targets
-from router.autoscaler.signals import ROLES
+from router.autoscaler.signals import ROLES, ScaleDecision
 from router.fleet.discovery.kubernetes import ApiServer, KubernetesError, own_namespace
 from router.fleet.discovery.sources import discover
 from router.stop_signals import level_signal, stop_signals
@@ -52,6 +53,8 @@ def check(settings: AutoscalerSettings) -> None:
         if fewest > most:
             raise ConfigError(f"{role.value}_min", f"{fewest} is more than {role.value}_max, {most}")
     workloads_of(settings)
+    if _goal(settings) is not None and not settings.routers:
+        raise ConfigError("routers", f"are needed by --planner {settings.planner}: what arrives is read there")
     if (settings.external_metrics_cert is None) != (settings.external_metrics_key is None):
         raise ConfigError("external_metrics_key", "goes with --external-metrics-cert: give both or none")
     if settings.external_metrics_listen and settings.external_metrics_cert is None:
@@ -61,7 +64,8 @@ def check(settings: AutoscalerSettings) -> None:
             raise ConfigError("external_metrics_service", reason)
 
 
-def make_planner(settings: AutoscalerSettings) -> tuple[Planner, Targets]:
+def make_planner(settings: AutoscalerSettings) -> tuple[Planner, Planner | None, Targets]:
+    """The one that decides, and one that only advises if that is asked for."""
     targets = Targets(
         queued_tokens=settings.target_queued_tokens,
         prefill_rate=settings.target_prefill_rate,
@@ -76,14 +80,30 @@ def make_planner(settings: AutoscalerSettings) -> tuple[Planner, Targets]:
         scale_down_delay_s=settings.scale_down_delay,
         idle_timeout_s=settings.idle_timeout,
     )
-    return Planner(options, TargetRules(targets)), targets
+    goal = _goal(settings)
+    by_model = Planner(options, ModelRules(goal, TargetRules(targets))) if goal else None
+    if settings.planner == "model" and by_model is not None:
+        return by_model, None, targets
+    return Planner(options, TargetRules(targets)), by_model, targets
+
+
+def _goal(settings: AutoscalerSettings) -> LatencyGoal | None:
+    """None if signals alone decide. Raises `ConfigError`."""
+    return latency_goal(
+        settings.planner,
+        settings.target_ttft_ms,
+        settings.target_tpot_ms,
+        share=settings.target_share,
+        startup_s=settings.startup_time,
+        kv_usage=settings.target_kv_usage,
+    )
 
 
 async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: asyncio.Event | None = None) -> None:
     """Runs until SIGTERM, SIGINT or `stop`. Raises `StartupError` or `ConfigError` with one line."""
     stop = stop or asyncio.Event()
     check(settings)
-    planner, targets = make_planner(settings)
+    planner, adviser, targets = make_planner(settings)
     board = Board()
     vital = VitalTasks()
     fleet = FleetLoad(
@@ -119,7 +139,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
         actuator = None
         if cluster is not None and (settings.apply or settings.deletion_costs):
             actuator = Actuator(cluster, workloads_of(settings), fleet.pods if settings.deletion_costs else None)
-        jobs["decisions"] = _decide(fleet, planner, board, actuator, lambda: elector is None or elector.leads)
+        jobs["decisions"] = _decide(fleet, planner, adviser, board, actuator, lambda: elector is None or elector.leads)
         jobs["status page"] = plain.run()
 
         stack.push_async_callback(fleet.close)
@@ -156,7 +176,12 @@ def workloads_of(settings: AutoscalerSettings) -> dict[WorkerRole, Workload]:
 
 
 async def _decide(
-    fleet: FleetLoad, planner: Planner, board: Board, actuator: Actuator | None, leads: Callable[[], bool]
+    fleet: FleetLoad,
+    planner: Planner,
+    adviser: Planner | None,
+    board: Board,
+    actuator: Actuator | None,
+    leads: Callable[[], bool],
 ) -> None:
     """Decides every TICK_S; the actuator works beside, so that a slow cluster makes no value old."""
     acting: asyncio.Task[None] | None = None
@@ -166,17 +191,10 @@ async def _decide(
             signals = fleet.signals()
             if signals is not None:
                 decisions = planner.step(time.monotonic(), signals)
-                for role, decision in decisions.items():
-                    if decision.desired != decision.previous:
-                        log.info(
-                            "decided",
-                            extra={
-                                "role": role.value,
-                                "replicas": f"{decision.previous} -> {decision.desired}",
-                                "reason": "; ".join(decision.reasons),
-                            },
-                        )
-                board.put(signals, decisions)
+                advice = adviser.step(time.monotonic(), signals) if adviser is not None else {}
+                _log("decided", decisions)
+                _log("advised", advice)
+                board.put(signals, decisions, advice)
                 if actuator is not None and (acting is None or acting.done()):
                     if acting is not None:
                         acting.result()
@@ -195,6 +213,19 @@ async def _decide(
         if acting is not None:
             acting.cancel()
             await asyncio.wait([acting])
+
+
+def _log(what: str, decisions: Mapping[WorkerRole, ScaleDecision]) -> None:
+    for role, decision in decisions.items():
+        if decision.desired != decision.previous:
+            log.info(
+                what,
+                extra={
+                    "role": role.value,
+                    "replicas": f"{decision.previous} -> {decision.desired}",
+                    "reason": "; ".join(decision.reasons),
+                },
+            )
 
 
 async def _adopt(planner: Planner, actuator: Actuator) -> bool:

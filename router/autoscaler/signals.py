@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from common.types import WorkerRole
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
+
+
+class WorkerTime(Protocol):
+    """How long a worker takes."""
+
+    def prompt_s(self, num_tokens: float) -> float:
+        """Seconds to compute a prompt of so many tokens, of which none is cached."""
+        ...
+
+    def decode_s(self, num_requests: float, context: float, /) -> float:
+        """Seconds of a step that gives a token to each of `num_requests`, which attend to `context` tokens each."""
+        ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -24,6 +37,7 @@ class RoleSignals:
     predicted_rate: float | None = (
         None  # prompt tokens/s of one worker, the mean; None if not all say how long steps take
     )
+    times: tuple[WorkerTime, ...] = ()  # of some of the workers; empty if not all say how long steps take
     kv_used: float = 0.0  # sum of the workers' shares of KV blocks that requests own: 1.0 is one full worker
 
     @property
@@ -44,6 +58,8 @@ class FleetSignals:
     decode: RoleSignals = RoleSignals()
     arrival_tokens_per_s: float | None = None  # prompt tokens at the routers; None if no router is asked
     arrived_tokens: float | None = None  # the same as a total since some moment; None likewise
+    arrived_requests: float | None = None  # as a total since some moment; None likewise
+    answered_tokens: float | None = None  # tokens of answers as a total; None likewise
     num_held_requests: int = 0  # at routers, waiting for a first worker
 
     def of(self, role: WorkerRole) -> RoleSignals:
@@ -63,11 +79,13 @@ class FleetSignals:
 
 @dataclass(slots=True, frozen=True)
 class Need:
-    """How many workers the load would keep at their target, unrounded; `unknown` more if silent workers are full."""
+    """How many workers the load would keep at their target, unrounded; `unknown` more if silent workers are full.
+    `exact`: one fewer would miss the target, so no tolerance about the present number applies."""
 
     workers: float
     reason: str
     unknown: float = 0.0
+    exact: bool = False
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

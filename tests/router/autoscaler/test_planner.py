@@ -272,7 +272,7 @@ def test_a_day_is_served_with_less_than_its_peak_needs(rate: str) -> None:
         requests=best_batch(hardware, slo) * 0.8,
     )
     options = PlannerOptions(prefill=Bounds(1, 64), decode=Bounds(1, 64))
-    planned = run_planner(jobs, hardware, slo, options, targets, learns=rate == "learned")
+    planned = run_planner(jobs, hardware, slo, options, TargetRules(targets), learns=rate == "learned")
     assert planned.slo_ok > 0.97
     peak = [max(load[role] for load in offered(jobs, hardware, slo, 60.0)) for role in (0, 1)]
     assert planned.hours < 0.85 * sum(peak)
