@@ -248,6 +248,21 @@ def test_the_planner_scales_the_fleet_and_paid_seconds_follow() -> None:
     assert alone.figures["prefill_worker_hours"] == pytest.approx(alone.figures["duration_s"] / 3600)
 
 
+@pytest.mark.slow
+def test_the_planner_by_model_keeps_its_targets() -> None:
+    """Of a device's own times: what is planned by formula is what engines with a scheduler and blocks then do."""
+    busy = {"rate": 25.0, "requests": 3000, "prompt_tokens": 2000, "output_tokens": 20, "block_size": 512}
+    limits = {"prefill_max": 8, "decode_max": 8, "startup": 10.0, "scale_down_delay": 10.0, "leap": True}
+    planned = {"planner": "model", "target_ttft_ms": 1000.0, "target_tpot_ms": 20.0, "target_share": 0.9}
+    given = {**busy, **limits, **planned, "autoscale": True, "goodput": "ttft:1000,tpot:20"}
+    (result,) = run(SimulateSettings.model_validate(given))
+    assert result.figures["good_share"] > 0.8  # with its first half minute, of one worker
+    assert len(result.outcome.scaled) > 1
+    late = [one for one in result.outcome.requests if one.at > 60]
+    in_time = [one for one in late if one.ttft_s is not None and one.ttft_s <= 1.0]
+    assert len(in_time) > 0.9 * len(late)
+
+
 def test_a_worker_that_starts_after_the_end_is_paid_until_the_end() -> None:
     given = {"rate": 40.0, "requests": 40, "prompt_tokens": 2000, "output_tokens": 2, "block_size": 512}
     limits = {"startup": 600.0, "scale_up_delay": 0.0, "target_queued_tokens": 1024}

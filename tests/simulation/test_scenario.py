@@ -41,6 +41,7 @@ def test_a_sweep_names_every_fleet_with_every_policy() -> None:
         ({"sweep": "prefill=1..99,decode=0..99"}, "sweep: 9900 simulations"),  # counted before they are looked at
         ({"decode": 0}, "decode: a fleet needs"),
         ({"both": 1, "autoscale": True}, "both: the planner"),
+        ({"autoscale": True, "planner": "model"}, "target_ttft_ms: is needed"),
         ({"policy": "nearest"}, "policy: 'nearest'"),
         ({"times": "h1000"}, "times: h1000 is neither"),
         ({"decode_times": "h1000"}, "decode_times: h1000 is neither"),

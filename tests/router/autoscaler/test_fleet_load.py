@@ -43,8 +43,17 @@ async def test_a_worker_s_rate_is_what_its_model_of_time_says() -> None:
                 batch_time=worker_pb2.BatchTime(model=encode(model(floor_s=floor_s)), source="file", version=version)
             )
             await until_rate(pytest.approx(CHUNK / (floor_s + CHUNK * 0.001)))
+            signals = fleet.signals()
+            assert signals
+            (time,) = signals.prefill.times
+            # A prompt of two chunks and a half: each step has the floor.
+            assert time.prompt_s(2.5 * CHUNK) == pytest.approx(3 * floor_s + 2.5 * CHUNK * 0.001)
+            assert time.decode_s(8, 1000) == pytest.approx(floor_s + 8 * 0.001)
         worker.change(batch_time=worker_pb2.BatchTime(source="none", version=3))
         await until_rate(None)
+        signals = fleet.signals()
+        assert signals
+        assert signals.prefill.times == ()
     finally:
         await fleet.close()
         await worker.stop()

@@ -138,7 +138,7 @@ def test_no_tolerance_applies_to_the_least_number() -> None:
 
 def test_a_day_keeps_the_stated_share_with_fewer_workers_than_by_signals() -> None:
     """The comparison that bench/planner.py prints, without its oracle: decisions must not get worse unnoticed."""
-    jobs, slo = synthetic_day(seconds=1200.0), Slo()
+    jobs, slo = synthetic_day(seconds=900.0), Slo()
     targets = Targets(queued_tokens=40_000, prefill_rate=6400.0, requests=best_batch(HARDWARE, slo) * 0.8)
     bounds = {"prefill": Bounds(1, 64), "decode": Bounds(1, 64)}
     by_signals = run_planner(jobs, HARDWARE, slo, PlannerOptions(**bounds), TargetRules(targets))

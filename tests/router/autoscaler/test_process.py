@@ -205,6 +205,17 @@ async def test_arrivals_at_routers_drive_prefill(start_router: StartRouter, star
         await running.until(lambda d: d["decisions"]["prefill"]["desired"] == 1)
 
 
+async def test_advice_is_told_beside_what_is_decided(start_router: StartRouter, start_worker: StartWorker) -> None:
+    router = await start_router(await start_worker())
+    targets = {"planner": "advisory", "target_ttft_ms": 1000, "target_tpot_ms": 50, "prefill_min": 2}
+    async with autoscaler(routers=(router.grpc_address,), **targets) as running:
+        found = await running.until(lambda d: d["decisions"]["prefill"]["desired"] == 2)
+        assert found["advice"]["prefill"]["desired"] == 2
+        assert found["advice"]["decode"]["reasons"]
+        _, text = await running.get("/metrics")
+        assert 'baton_advised_replicas{role="prefill"} 2.0' in text
+
+
 async def test_metric_specs_and_bad_triggers() -> None:
     async with autoscaler(target_kv_usage=0.6, target_requests=20) as running:
         specs = (await running.keda.GetMetricSpec(trigger("decode"))).metricSpecs
