@@ -25,6 +25,13 @@ LONG = (
     "router/test_process.py",
     "baton/test_processes.py",
     "bench/test_kv_command.py",
+    "test_forked_processes.py",
+    "router/test_openapi.py",
+    "simulation/test_fleet.py",
+    "engine/test_decode_graphs.py",
+    "bench/test_step_bench.py",
+    "bench/test_speculation_bench.py",
+    "test_sample.py",
     "kv_store/test_nixl_raw.py",
 )
 """They take many seconds for their number of tests."""

@@ -1,5 +1,5 @@
-"""What `router/api/rest/http/protocol.py` uses of uvicorn beside its public interface. If a name is gone, look at what
-uvicorn does in its place, change protocol.py, and raise the bound in pyproject.toml."""
+"""What `router/api/rest/http/` uses of uvicorn beside its public interface (protocol.py, web_server.py). If a name is
+gone, look at what uvicorn does in its place, change the file, and raise the bound in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ OF_A_REQUEST = (
     *("response_complete", "response_started", "scope", "transport", "waiting_for_100_continue"),
 )
 OF_FLOW_CONTROL = ("drain", "resume_reading", "write_paused")
+OF_THE_SERVER = ("capture_signals", "force_exit", "main_loop", "on_tick", "server_state", "should_exit", "shutdown")
 
 
 class Transport(asyncio.Transport):
@@ -52,7 +53,13 @@ async def test_uvicorn_has_the_names_that_are_used_of_it() -> None:
     connection.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc")
     await asyncio.gather(*connection.tasks)
     cycle = connection.cycle
-    for one, names in ((connection, OF_THE_PROTOCOL), (cycle, OF_A_REQUEST), (cycle.flow, OF_FLOW_CONTROL)):
+    server = uvicorn.Server(config)
+    for one, names in (
+        (connection, OF_THE_PROTOCOL),
+        (cycle, OF_A_REQUEST),
+        (cycle.flow, OF_FLOW_CONTROL),
+        (server, OF_THE_SERVER),
+    ):
         missing = [name for name in names if not hasattr(one, name)]
         assert not missing, f"uvicorn's {type(one).__name__} has no {', '.join(missing)} any more"
     assert STATUS_PHRASES[200] == b"OK"
