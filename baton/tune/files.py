@@ -10,7 +10,7 @@ import yaml
 from baton.settings import UP_SETTINGS, WORKER_SETTINGS, RouterCommandSettings
 from baton.tune.knobs import ROLES, Config
 from baton.tune.trials import Trials
-from common.config import ConnectorSettings, PolicySettings, TuneSettings
+from common.config import ConnectorSettings, TuneSettings
 from common.errors import StartupError
 
 UP, WORKER, ROUTER, VALUES, REPORT = "up.yaml", "worker.yaml", "router.yaml", "values.yaml", "report.html"
@@ -86,7 +86,7 @@ def chart_values(found: Mapping[str, object], targets: Mapping[str, float]) -> d
     connectors = {name: value for name, value in found.items() if name in _OF_CONNECTORS}
     worker = {name: value for name, value in _of_worker(found).items() if name not in _OF_CONNECTORS}
     values: dict[str, object] = {
-        role: {"replicas": found[role], **({"settings": worker} if found[role] else {})}
+        role: {"replicas": found[role], **({"settings": dict(worker)} if found[role] else {})}
         for role in ("prefill", "decode", "both")
     }
     values["router"] = {"settings": _of_router(found) | dict(targets)}
@@ -100,5 +100,5 @@ def _of_worker(found: Mapping[str, object]) -> dict[str, object]:
 
 
 def _of_router(found: Mapping[str, object]) -> dict[str, object]:
-    known = PolicySettings.model_fields.keys() & RouterCommandSettings.model_fields.keys()
-    return {name: value for name, value in found.items() if name in known and name not in _ROLES}
+    known = RouterCommandSettings.model_fields.keys() - _ROLES  # which are addresses there
+    return {name: value for name, value in found.items() if name in known}

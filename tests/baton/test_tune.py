@@ -274,11 +274,22 @@ def test_a_router_gives_targets_where_workers_go_by_them(
     assert ("BATON_SLO_TTFT_MS=150 BATON_SLO_TPOT_MS=10 baton up" in texts["up.yaml"]) == (queue != "fcfs")
 
 
-def test_given_settings_of_connectors_are_the_chart_s_too() -> None:
-    trials = Trials(settings(lend_blocks=False, requests=5))
-    values = yaml.safe_load(settings_files(trials, trials.space.default, "told")["values.yaml"])
-    assert values["kv"] == {"settings": {"lend_blocks": False}}
+def test_what_is_given_stands_where_it_is_read(tmp_path: Path) -> None:
+    trials = Trials(settings(lend_blocks=False, slo_late="refuse", hedge_prefill=True, num_blocks=900, requests=5))
+    texts = settings_files(trials, trials.space.default, "told")
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    up = load(UP_SETTINGS, {}, environ={}, config=str(tmp_path / "up.yaml"))
+    worker = load(WORKER_SETTINGS, {}, environ={}, config=str(tmp_path / "worker.yaml"))
+    router = load(RouterCommandSettings, {}, environ={}, config=str(tmp_path / "router.yaml"))
+    assert up.slo_late == worker.slo_late == router.slo_late == "refuse"
+    assert (up.num_blocks, worker.num_blocks, up.hedge_prefill, router.hedge_prefill) == (900, 900, True, True)
+    values = yaml.safe_load(texts["values.yaml"])
     jsonschema.validate(values, json.loads((CHART / "values.schema.json").read_text()))
+    assert values["kv"] == {"settings": {"lend_blocks": False}}
+    assert values["prefill"]["settings"]["num_blocks"] == 900
+    assert values["router"]["settings"]["slo_late"] == "refuse"
+    assert "&" not in texts["values.yaml"]  # each role's settings can be changed by hand
 
 
 def test_the_command_finds_the_same_to_the_last_digit_and_writes_all(
