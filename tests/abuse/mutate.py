@@ -53,9 +53,13 @@ def message_of(rng: random.Random, descriptor: Descriptor, depth: int = 0) -> Me
 
 def _fill(rng: random.Random, message: Message, field: FieldDescriptor, depth: int) -> None:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        entries, (key_field, value_field) = getattr(message, field.name), field.message_type.fields
         for _ in range(rng.randrange(5)):
-            key, value = (_value(rng, part) for part in field.message_type.fields)
-            getattr(message, field.name)[key] = value
+            key = _value(rng, key_field)
+            if value_field.message_type is None:
+                entries[key] = _value(rng, value_field)
+            elif depth < MAX_DEPTH:
+                entries[key].CopyFrom(message_of(rng, value_field.message_type, depth + 1))
     elif field.message_type is not None:
         if depth < MAX_DEPTH:
             inner = message_of(rng, field.message_type, depth + 1)
