@@ -345,6 +345,7 @@ ROWS: dict[str, list[Panel]] = {
             (
                 (newest("baton_desired_replicas", "role"), "{{role}} desired"),
                 (newest("baton_needed_replicas", "role"), "{{role}} needed"),
+                (newest("baton_advised_replicas", "role"), "{{role}} advised"),
                 (newest("baton_autoscaler_workers", "role, state"), "{{role}} {{state}}"),
             ),
         ),

@@ -35,6 +35,7 @@ NAMESPACE = "prod"
 SCRAPE_S = 1
 RATE = "2m"  # for $__rate_interval
 DID_NOT_HAPPEN = {  # here; nor do workers become sure enough of their times for a router to predict with them
+    "baton_advised_replicas",
     "baton_autoscaler_scalings_total",
     "baton_router_measured_to_predicted_ratio_bucket",
     "baton_router_migrations_total",
