@@ -145,6 +145,8 @@ class SimulatedWorker:
         """A command has come."""
         if self._leap is not None and not self._has_room(self._leap, command):
             self._break_leap()
+        elif self._leap is not None and isinstance(command, m.AddRequest):
+            self._catch_up(self._leap)  # its prompt may find what was computed
         self._has_changed = True
         self.core.handle(command)
         self._go_on()
@@ -300,6 +302,13 @@ class SimulatedWorker:
             self._has_changed = True
             self.core.repeat(leap.requests, num_new)
 
+    def _catch_up(self, leap: _Leap) -> None:
+        """Tells the requests of the steps that have ended, if blocks were taken or filled in them."""
+        num_done = min(leap.num_done(self._clock.now), leap.num_steps - 1)  # the last one has an event of its own
+        if num_done > leap.num_quiet:
+            self._take_in(leap, num_done)
+            self._look_ahead(leap)
+
     def _look_ahead(self, leap: _Leap) -> None:
         """Finds out up to which step the load stays as it is."""
         size = self.core.blocks.block_size
@@ -351,10 +360,7 @@ class SimulatedWorker:
         now, core, leap = self._clock.now, self.core, self._leap
         self._pass_reports(now)
         if leap is not None and now >= self._load_due:
-            num_done = min(leap.num_done(now), leap.num_steps - 1)  # the last one has an event of its own
-            if num_done > leap.num_quiet:
-                self._take_in(leap, num_done)
-                self._look_ahead(leap)
+            self._catch_up(leap)
         if self._has_changed and now >= self._load_due:
             self._load_due = now + LOAD_INTERVAL_S
             self._has_changed = leap is not None  # it changes all the time
