@@ -125,7 +125,10 @@ def base(name: str) -> str:
 
 async def test_every_query_gives_data(fleet: Fleet, tmp_path: Path) -> None:
     prefill, decode = ([one.address for one in fleet.members if one.role == role] for role in ("prefill", "decode"))
-    async with autoscaler(prefill=tuple(prefill), decode=tuple(decode), routers=(fleet.grpc,)) as running_autoscaler:
+    advice = {"planner": "advisory", "target_ttft_ms": 10_000, "target_tpot_ms": 1000}
+    async with autoscaler(
+        prefill=tuple(prefill), decode=tuple(decode), routers=(fleet.grpc,), **advice
+    ) as running_autoscaler:
         addresses = targets(fleet, running_autoscaler.addresses["http"])
         jobs = [job(container, address) for container, address in addresses.items()]
         async with prometheus(tmp_path, jobs, "exemplar-storage") as server:
