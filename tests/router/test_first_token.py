@@ -152,7 +152,7 @@ def test_a_newcomer_shares_steps_with_the_prompts_before_it() -> None:
 def test_by_slack_only_more_urgent_prompts_come_first() -> None:
     """1,000 tokens have to begin within a second, 3,000 more within two; the others are best effort."""
     by_slack = tuple(0 if slack < 1 else 1000 if slack < 2 else 4000 for slack in SLACKS_S)
-    load = WorkerLoad(num_queued_prompt_tokens=9000, num_queued_prompts=9, queued_by_slack=by_slack)
+    load = WorkerLoad(num_queued_prompt_tokens=9000, num_queued_prompts=9, queued_by_slack=by_slack, goes_by_slack=True)
     (one,) = [replace(one, load=load) for one in workers("p prefill 0/0 9/9")]
     alone_s = 0.11
     for slack_s, num_before in ((0.2, 0), (1.0, 1000), (1.5, 2500), (100.0, 4000)):
