@@ -35,13 +35,23 @@ async def make_batches(settings: RouterSettings, gateway: Gateway, stack: contex
         raise StartupError(f"batch_file: cannot use {settings.batch_file}: {error}") from error
     stack.push_async_callback(asyncio.to_thread, store.close)
     answers, admission = LineAnswers(), gateway.admission
+
+    def max_line_bytes() -> int | None:
+        is_known = settings.max_request_mb is not None or admission.registry.model is not None
+        return admission.max_request_bytes() + MAX_LINE_HEAD_BYTES if is_known else None
+
     runner = BatchRunner(
         store,
         answers,
         at_a_time=settings.batch_requests,
-        max_line_bytes=lambda: admission.max_request_bytes() + MAX_LINE_HEAD_BYTES,
+        max_line_bytes=max_line_bytes,
         priority=settings.batch_priority,
         keep_s=86_400 * settings.batch_keep_days,
     )
-    files = FileHandlers(store, int(settings.batch_max_file_mb * 2**20), settings.receive_timeout)
+    files = FileHandlers(
+        store,
+        max_bytes=int(settings.batch_max_file_mb * 2**20),
+        max_stored_bytes=int(settings.batch_max_stored_mb * 2**20),
+        receive_timeout_s=settings.receive_timeout,
+    )
     return Batches(runner, answers, (files, BatchHandlers(store, runner, admission)))

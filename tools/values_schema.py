@@ -30,7 +30,8 @@ _OWNED = {
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
     "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
-    "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_keep_days",
+    "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_max_stored_mb",
+        "batch_keep_days",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip

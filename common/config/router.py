@@ -144,9 +144,16 @@ class BatchSettings(Settings):
     )
     batch_requests: int = Field(4, ge=1, le=4096, description="requests of batches at a time, in each router process")
     batch_priority: int = Field(
-        -MAX_PRIORITY, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="priority of requests of batches"
+        0,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description=f"priority of requests of batches: {MAX_PRIORITY} lets all others go first, if workers have "
+        "--queue-policy priority or slo",
     )
     batch_max_file_mb: float = Field(100.0, gt=0, description="MiB of one uploaded file")
+    batch_max_stored_mb: float = Field(
+        1024.0, gt=0, description="MiB of all files of one tenant, or of one key without a tenant"
+    )
     batch_keep_days: float = Field(
         30.0, gt=0, description="days after which files, and batches that have ended, are deleted"
     )

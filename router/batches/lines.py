@@ -9,6 +9,7 @@ import msgspec
 
 from router.batches.records import BatchLine, BatchStatus, LineAnswer, LineError
 
+EMBEDDINGS = "/v1/embeddings"  # the endpoint whose requests have no priority
 MAX_LINES = 50_000  # of one batch
 MAX_ERRORS = 20  # told of one file
 MAX_CUSTOM_ID_CHARS = 512
@@ -36,7 +37,7 @@ def split(parts: Iterable[bytes], max_line_bytes: int) -> Iterator[bytes]:
 
 
 def read_lines(
-    batch_id: str, parts: Iterable[bytes], endpoint: str, max_line_bytes: int, lowest_priority: int
+    batch_id: str, parts: Iterable[bytes], endpoint: str, max_line_bytes: int, priority: int
 ) -> Iterator[BatchLine | LineError]:
     """Each line that is not empty, or what is wrong with it."""
     seen: set[str] = set()
@@ -45,7 +46,7 @@ def read_lines(
         if not data.strip():
             continue
         is_empty = False
-        read = _read(batch_id, number, data, endpoint, max_line_bytes, lowest_priority)
+        read = _read(batch_id, number, data, endpoint, max_line_bytes, priority)
         if isinstance(read, BatchLine):
             if read.custom_id in seen:
                 read = LineError(f"custom_id {read.custom_id!r} is on a line before, too", number, "custom_id")
@@ -60,7 +61,7 @@ def read_lines(
 
 
 def _read(
-    batch_id: str, number: int, data: bytes, endpoint: str, max_line_bytes: int, lowest_priority: int
+    batch_id: str, number: int, data: bytes, endpoint: str, max_line_bytes: int, priority: int
 ) -> BatchLine | LineError:
     if len(data) > max_line_bytes:
         return LineError(f"has more than {max_line_bytes} bytes", number)
@@ -78,9 +79,12 @@ def _read(
         return LineError(f"must be the batch's endpoint {endpoint}, not {line.url[:60]!r}", number, "url")
     if body.get("stream"):
         return LineError("is not for batches", number, "body.stream")
+    if body.get("priority"):
+        return LineError("is not for batches: the router decides it", number, "body.priority")
     if "request_id" in body:
         return LineError("is not for batches: each answer tells its own", number, "body.request_id")
-    body["priority"] = lowest_priority
+    if priority and endpoint != EMBEDDINGS:
+        body["priority"] = priority
     return BatchLine(batch_id, number, line.custom_id, msgspec.json.encode(body))
 
 

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 
 from common import metrics
+from common.logs import RareLine
 from router.batches.lines import MAX_ERRORS, output_line, read_lines
 from router.batches.records import Batch, BatchLine, BatchStatus, LineAnswer, LineError
 from router.batches.store import PART_BYTES, BatchStore
@@ -38,14 +40,15 @@ class BatchRunner:
         answer: Answer,
         *,
         at_a_time: int,
-        max_line_bytes: Callable[[], int],
+        max_line_bytes: Callable[[], int | None],
         priority: int,
         keep_s: float,
         lease_s: float = LEASE_S,
         look_s: float = LOOK_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`answer` raises nothing. `at_a_time`: lines that are being answered. `priority`: of them. `keep_s`: how long
+        """`answer` raises nothing. `at_a_time`: lines that are being answered. `max_line_bytes`: None while that
+        is not known. `priority`: of them. `keep_s`: how long
         files and batches are kept."""
         self._store = store
         self._answer = answer
@@ -61,6 +64,7 @@ class BatchRunner:
         self._working: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
         self._clean_at = 0.0
+        self._failed = RareLine(log, "the file of batches cannot be used; it is tried again", level=logging.ERROR)
 
     def look(self) -> None:
         """There may be a new batch, or one that was cancelled."""
@@ -71,7 +75,10 @@ class BatchRunner:
         try:
             while True:
                 self._news.clear()
-                await self._begin_work()
+                try:
+                    await self._begin_work()
+                except sqlite3.Error as error:  # a full disk, or another process that writes for long
+                    self._failed.happened({"reason": str(error)})
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._look_s):
                         await self._news.wait()
@@ -88,7 +95,7 @@ class BatchRunner:
                 log.info("old batches and their files are gone", extra={"number": num})
         for batch_id in [batch_id for batch_id, task in self._working.items() if task.done()]:
             del self._working[batch_id]
-        while len(self._working) < self._at_a_time:
+        while self._max_line_bytes() is not None and len(self._working) < self._at_a_time:
             batch = await asyncio.to_thread(self._store.lease, self._name, self._lease_s)
             if batch is None or batch.batch_id in self._working:
                 return
@@ -102,8 +109,10 @@ class BatchRunner:
             status = await self._validate(batch) if batch.status == BatchStatus.VALIDATING else batch.status
             if status == BatchStatus.IN_PROGRESS:
                 await self._answer_lines(batch, stop)
-            if status != BatchStatus.FAILED:
+            if status not in (BatchStatus.VALIDATING, BatchStatus.FAILED):
                 await self._finish(batch.batch_id)
+        except sqlite3.Error as error:
+            self._failed.happened({**extra, "reason": str(error)})
         except Exception as error:
             log.exception("work at a batch failed; it is tried again", extra={**extra, "reason": str(error)})
         finally:
@@ -115,13 +124,19 @@ class BatchRunner:
         """Keeps the lease. Sets `stop` when no further line is to be answered."""
         while True:
             await asyncio.sleep(self._look_s)
-            status = await asyncio.to_thread(self._store.renew, batch.batch_id, self._name, self._lease_s)
+            status: BatchStatus | None = batch.status
+            try:
+                status = await asyncio.to_thread(self._store.renew, batch.batch_id, self._name, self._lease_s)
+            except sqlite3.Error as error:
+                self._failed.happened({"batch_id": batch.batch_id, "reason": str(error)})
             if status is None or status == BatchStatus.CANCELLING or self._clock() >= batch.expires_at:
                 stop.set()
 
     async def _validate(self, batch: Batch) -> BatchStatus:
         """Takes in the lines of its file. Returns what the batch is then."""
-        errors = await asyncio.to_thread(self._take_lines, batch)
+        if (max_bytes := self._max_line_bytes()) is None:
+            return BatchStatus.VALIDATING
+        errors = await asyncio.to_thread(self._take_lines, batch, max_bytes)
         became = BatchStatus.FAILED if errors else BatchStatus.IN_PROGRESS
         become = self._store.become
         if not await asyncio.to_thread(become, batch.batch_id, became, of=(BatchStatus.VALIDATING,), errors=errors):
@@ -129,12 +144,12 @@ class BatchRunner:
         log.info("batch", extra={"batch_id": batch.batch_id, "client": batch.client.name, "status": became})
         return became
 
-    def _take_lines(self, batch: Batch) -> list[LineError]:
+    def _take_lines(self, batch: Batch, max_bytes: int) -> list[LineError]:
         errors: list[LineError] = []
 
         def good() -> Iterator[BatchLine]:
             parts = self._store.content(batch.input_file_id)
-            for read in read_lines(batch.batch_id, parts, batch.endpoint, self._max_line_bytes(), self._priority):
+            for read in read_lines(batch.batch_id, parts, batch.endpoint, max_bytes, self._priority):
                 if isinstance(read, BatchLine):
                     yield read
                 elif len(errors) < MAX_ERRORS:
@@ -145,6 +160,8 @@ class BatchRunner:
             self._store.add_lines(some)
         if errors:
             self._store.forget_lines(batch.batch_id)
+        else:
+            self._store.count_lines(batch.batch_id)
         return errors
 
     async def _answer_lines(self, batch: Batch, stop: asyncio.Event) -> None:
@@ -159,17 +176,13 @@ class BatchRunner:
                     break
                 for line in lines:
                     last = line.number
-                    taking = asyncio.create_task(self._places.acquire())
-                    await asyncio.wait((taking, ending), return_when=asyncio.FIRST_COMPLETED)
+                    while len(answering) >= self._at_a_time and not stop.is_set():  # waiting ones among them
+                        await asyncio.wait((*answering, ending), return_when=asyncio.FIRST_COMPLETED)
                     if stop.is_set():
-                        taking.cancel()
-                        if (await asyncio.gather(taking, return_exceptions=True))[0] is True:
-                            self._places.release()
                         break
                     task = asyncio.create_task(self._answer_line(batch, line))
                     answering.add(task)
                     task.add_done_callback(answering.discard)
-                    task.add_done_callback(lambda _: self._places.release())
             if answering and not stop.is_set():
                 await asyncio.wait((asyncio.gather(*answering), ending), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -182,7 +195,8 @@ class BatchRunner:
         wait_s = FIRST_WAIT_S
         num_faults = 0
         while True:
-            answer = await self._answer(batch, line)
+            async with self._places:  # which a line that waits leaves to others
+                answer = await self._answer(batch, line)
             num_faults += answer.status in FAULTS
             if answer.status not in BUSY and (answer.status not in FAULTS or num_faults == MAX_TRIES):
                 break
@@ -241,7 +255,7 @@ class BatchRunner:
                 number += 1
                 buffer.clear()
         self._store.add_part(file_id, number, bytes(buffer))
-        return self._store.end_file(file_id).file_id
+        return file_id
 
 
 def new_file_id() -> str:

@@ -7,6 +7,7 @@ that was written. All of this blocks, and belongs into a thread.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -20,6 +21,7 @@ from router.limits.clients import ApiClient
 
 SCHEMA_VERSION = 1
 PART_BYTES = 2**20
+MAX_LISTED_ROWS = 10_000  # of one owner
 LEFT_S = 86_400.0  # after which an upload goes on no more
 BUSY_S = 20.0  # another process may write for so long
 
@@ -33,23 +35,17 @@ CREATE TABLE batches (
     batch_id TEXT PRIMARY KEY, owner TEXT NOT NULL, client TEXT NOT NULL, endpoint TEXT NOT NULL,
     input_file_id TEXT NOT NULL, completion_window_s INTEGER NOT NULL, metadata TEXT, status TEXT NOT NULL,
     errors TEXT NOT NULL, output_file_id TEXT, error_file_id TEXT, created_at INTEGER NOT NULL, times TEXT NOT NULL,
-    worker TEXT NOT NULL, leased_until REAL NOT NULL
+    worker TEXT NOT NULL, leased_until REAL NOT NULL,
+    num_lines INTEGER NOT NULL DEFAULT 0, num_completed INTEGER NOT NULL DEFAULT 0,
+    num_failed INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE lines (
     batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB NOT NULL,
     status INTEGER, request_id TEXT, answer BLOB, PRIMARY KEY (batch_id, number), UNIQUE (batch_id, custom_id)
 );
 CREATE INDEX unanswered ON lines (batch_id, number) WHERE status IS NULL;
+CREATE INDEX unfinished ON batches (status, leased_until);
 """
-_COUNT = "(SELECT COUNT(*) FROM lines WHERE lines.batch_id = batches.batch_id{})"
-_BATCH = " ".join(
-    (
-        f"SELECT batches.*, {_COUNT.format('')} AS num_lines,",
-        f"{_COUNT.format(' AND status BETWEEN 200 AND 299')} AS num_completed,",
-        f"{_COUNT.format(' AND status NOT BETWEEN 200 AND 299')} AS num_failed",
-        "FROM batches",
-    )
-)
 
 
 class BatchStore:
@@ -59,6 +55,7 @@ class BatchStore:
         """Makes the file if it is not there. Raises `OSError` or `sqlite3.Error` if that fails, or if it is another
         kind of file, or one of another version."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # prompts of all tenants
         self._clock = clock
         self._lock = threading.Lock()
         self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
@@ -81,6 +78,12 @@ class BatchStore:
             self._db.close()
 
     @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """Others may write meanwhile."""
+        with self._lock:
+            yield self._db
+
+    @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
@@ -99,9 +102,17 @@ class BatchStore:
             db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
     def add_part(self, file_id: str, number: int, data: bytes) -> None:
+        """Does nothing if the file was forgotten meanwhile."""
         with self._transaction() as db:
-            db.execute("INSERT INTO parts VALUES (?, ?, ?)", (file_id, number, data))
-            db.execute("UPDATE files SET num_bytes = num_bytes + ? WHERE file_id = ?", (len(data), file_id))
+            grown = "UPDATE files SET num_bytes = num_bytes + ? WHERE file_id = ?"
+            if db.execute(grown, (len(data), file_id)).rowcount:
+                db.execute("INSERT INTO parts VALUES (?, ?, ?)", (file_id, number, data))
+
+    def num_bytes(self, owner: str) -> int:
+        """Of all files of `owner`, those that are arriving, too."""
+        with self._reading() as db:
+            asked = "SELECT COALESCE(SUM(num_bytes), 0) FROM files WHERE owner = ?"
+            return int(db.execute(asked, (owner,)).fetchone()[0])
 
     def end_file(self, file_id: str) -> StoredFile:
         with self._transaction() as db:
@@ -114,14 +125,17 @@ class BatchStore:
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Raises `NotFoundError`."""
-        with self._transaction() as db:
+        with self._reading() as db:
             return _known_file(db, file_id, owner)
 
-    def listed_files(self, owner: str) -> list[StoredFile]:
-        """The newest first."""
-        with self._transaction() as db:
-            asked = "SELECT * FROM files WHERE owner = ? AND is_whole = 1 ORDER BY created_at DESC, rowid DESC"
-            return [_file(row) for row in db.execute(asked, (owner,))]
+    def listed_files(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
+        """The newest first, the last `MAX_LISTED_ROWS`."""
+        with self._reading() as db:
+            asked = (
+                "SELECT * FROM files WHERE owner = ? AND is_whole = 1 AND purpose = COALESCE(?, purpose) "
+                "ORDER BY created_at DESC, rowid DESC LIMIT ?"
+            )
+            return [_file(row) for row in db.execute(asked, (owner, purpose, MAX_LISTED_ROWS))]
 
     def delete_file(self, file_id: str, owner: str) -> None:
         """Raises `NotFoundError`, and `InvalidArgumentError` while a batch that has not ended needs it."""
@@ -151,7 +165,7 @@ class BatchStore:
         now = self._clock()
         marks = ", ".join("?" for _ in UNFINISHED)
         needed = f"SELECT input_file_id FROM batches WHERE status IN ({marks})"  # noqa: S608 - marks alone
-        with self._transaction() as db:
+        with self._reading() as db:
             old_files = db.execute(
                 f"SELECT file_id FROM files WHERE file_id NOT IN ({needed}) "  # noqa: S608 - as above
                 "AND created_at < CASE is_whole WHEN 1 THEN ? ELSE ? END",
@@ -161,9 +175,10 @@ class BatchStore:
                 f"SELECT batch_id FROM batches WHERE status NOT IN ({marks}) AND created_at < ?",  # noqa: S608
                 (*UNFINISHED, now - keep_s),
             ).fetchall()
-            for row in old_files:
-                _forget(db, row["file_id"])
-            for row in old_batches:
+        for row in old_files:
+            self.forget_file(row["file_id"])
+        for row in old_batches:
+            with self._transaction() as db:
                 db.execute("DELETE FROM lines WHERE batch_id = ?", (row["batch_id"],))
                 db.execute("DELETE FROM batches WHERE batch_id = ?", (row["batch_id"],))
         return len(old_files) + len(old_batches)
@@ -178,7 +193,7 @@ class BatchStore:
             row = {
                 "batch_id": batch.batch_id,
                 "owner": client.owner,
-                "client": json.dumps([client.name, client.tenant, client.is_operator]),
+                "client": json.dumps([client.name, client.tenant]),
                 "endpoint": batch.endpoint,
                 "input_file_id": batch.input_file_id,
                 "completion_window_s": batch.completion_window_s,
@@ -196,25 +211,38 @@ class BatchStore:
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         """Raises `NotFoundError`. `owner` None: whoever's it is."""
-        with self._transaction() as db:
-            row = db.execute(f"{_BATCH} WHERE batch_id = ?", (batch_id,)).fetchone()
+        with self._reading() as db:
+            row = db.execute("SELECT * FROM batches WHERE batch_id = ?", (batch_id,)).fetchone()
         if row is None or owner not in (None, row["owner"]):
             raise NotFoundError(f"batch {batch_id[:100]!r} does not exist", field="batch_id")
         return _batch(row)
 
     def listed_batches(self, owner: str) -> list[Batch]:
-        """The newest first."""
-        with self._transaction() as db:
-            asked = f"{_BATCH} WHERE owner = ? ORDER BY created_at DESC, rowid DESC"
-            return [_batch(row) for row in db.execute(asked, (owner,))]
+        """The newest first, the last `MAX_LISTED_ROWS`."""
+        with self._reading() as db:
+            asked = "SELECT * FROM batches WHERE owner = ? ORDER BY created_at DESC, rowid DESC LIMIT ?"
+            return [_batch(row) for row in db.execute(asked, (owner, MAX_LISTED_ROWS))]
+
+    def num_unfinished(self, owner: str) -> int:
+        """Batches of `owner` that have not ended."""
+        marks = ", ".join("?" for _ in UNFINISHED)
+        with self._reading() as db:
+            asked = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status IN ({marks})"  # noqa: S608 - marks alone
+            return int(db.execute(asked, (owner, *UNFINISHED)).fetchone()[0])
 
     def lease(self, worker: str, lease_s: float) -> Batch | None:
-        """The oldest batch with work to do that nobody works at; from now on `worker` does, for so long."""
+        """A batch with work to do that nobody works at, the oldest of the owner of whose batches `worker` works at the
+        fewest; from now on `worker` does, for so long."""
         now = self._clock()
         marks = ", ".join("?" for _ in UNFINISHED)
         with self._transaction() as db:
-            asked = f"{_BATCH} WHERE status IN ({marks}) AND leased_until < ? ORDER BY created_at, rowid LIMIT 1"
-            row = db.execute(asked, (*UNFINISHED, now)).fetchone()
+            asked = (
+                "SELECT * FROM batches AS free "  # noqa: S608 - marks alone
+                f"WHERE status IN ({marks}) AND leased_until < ? ORDER BY (SELECT COUNT(*) FROM batches "
+                f"WHERE owner = free.owner AND worker = ? AND leased_until >= ? AND status IN ({marks})), "
+                "created_at, rowid LIMIT 1"
+            )
+            row = db.execute(asked, (*UNFINISHED, now, worker, now, *UNFINISHED)).fetchone()
             if row is None:
                 return None
             renewed = "UPDATE batches SET worker = ?, leased_until = ? WHERE batch_id = ?"
@@ -253,7 +281,8 @@ class BatchStore:
         errors: Iterable[LineError] = (),
         files: tuple[str | None, str | None] = (None, None),
     ) -> bool:
-        """Whether the batch was one `of` these, and is of this status now. `files`: of its output and its errors."""
+        """Whether the batch was one `of` these, and is of this status now. `files`: of its output and its errors,
+        which are whole now."""
         with self._transaction() as db:
             row = db.execute("SELECT status, times FROM batches WHERE batch_id = ?", (batch_id,)).fetchone()
             if row["status"] not in of:
@@ -265,6 +294,8 @@ class BatchStore:
                 "WHERE batch_id = ?"
             )
             db.execute(changed, (status, json.dumps(times), told, *files, batch_id))
+            for file_id in files:
+                db.execute("UPDATE files SET is_whole = 1 WHERE file_id = ?", (file_id,))
             return True
 
     def add_lines(self, lines: Iterable[BatchLine]) -> None:
@@ -281,9 +312,17 @@ class BatchStore:
         with self._transaction() as db:
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
 
+    def count_lines(self, batch_id: str) -> None:
+        """Notes how many lines the batch has, once all are there."""
+        with self._transaction() as db:
+            counted = (
+                "UPDATE batches SET num_lines = (SELECT COUNT(*) FROM lines WHERE batch_id = ?) WHERE batch_id = ?"
+            )
+            db.execute(counted, (batch_id, batch_id))
+
     def unanswered(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
         """The next lines without an answer, those behind line `after`."""
-        with self._transaction() as db:
+        with self._reading() as db:
             asked = "SELECT * FROM lines WHERE batch_id = ? AND status IS NULL AND number > ? ORDER BY number LIMIT ?"
             rows = db.execute(asked, (batch_id, after, limit)).fetchall()
         return [BatchLine(row["batch_id"], row["number"], row["custom_id"], row["body"]) for row in rows]
@@ -296,7 +335,12 @@ class BatchStore:
                 "WHERE batch_id = ? AND number = ? AND status IS NULL"
             )
             given = (answer.status, answer.request_id, answer.body, line.batch_id, line.number)
-            return bool(db.execute(written, given).rowcount)
+            if not db.execute(written, given).rowcount:
+                return False
+            column = "num_completed" if answer.is_good else "num_failed"
+            counted = f"UPDATE batches SET {column} = {column} + 1 WHERE batch_id = ?"  # noqa: S608 - one of two
+            db.execute(counted, (line.batch_id,))
+            return True
 
     def answers(self, batch_id: str, *, good: bool) -> Iterator[tuple[BatchLine, LineAnswer | None]]:
         """The lines whose answers are good, or those whose are not, with those that have none."""

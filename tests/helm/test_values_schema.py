@@ -66,5 +66,6 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
         "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample",
         "trace_content",
-        "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_keep_days",
+        "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_max_stored_mb",
+        "batch_keep_days",
     }  # fmt: skip

@@ -1,7 +1,9 @@
 """The official client, unchanged: chat, streams, tools, parsed answers, responses, embeddings."""
 
+import json
 import math
 import sys
+import time
 
 import openai
 from pydantic import BaseModel
@@ -91,3 +93,19 @@ except openai.NotFoundError as error:
     assert error.code == "model_not_found", error
 else:
     raise AssertionError("another model is served")
+
+ASKED = [
+    ("chat", "/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 6}),
+    ("embeddings", "/v1/embeddings", {"input": "a cat"}),
+]
+for name, endpoint, body in ASKED:
+    lines = [{"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": MODEL, **body}}]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=(f"{name}.jsonl", data), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.2)
+        batch = client.batches.retrieve(batch.id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1), batch
+    [answer] = client.files.content(batch.output_file_id).text.splitlines()
+    assert json.loads(answer)["response"]["status_code"] == 200, answer

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import ASGIApp
 
-from common.errors import InvalidArgumentError
+from common.errors import InvalidArgumentError, OverloadedError
 from router.api.api_keys import current_client
 from router.api.rest.http.errors import json_response
 from router.api.rest.in_process import post
@@ -24,6 +24,7 @@ from router.limits.admission import Admission
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_WINDOW_H = 24 * 7
 MAX_METADATA = 16
+MAX_UNFINISHED = 100  # batches of one owner
 
 
 class BatchBody(Body, kw_only=True):
@@ -52,6 +53,8 @@ class BatchHandlers:
             metadata=_checked(body.metadata),
             created_at=int(time.time()),
         )
+        if await asyncio.to_thread(self._store.num_unfinished, owner()) >= MAX_UNFINISHED:
+            raise OverloadedError(f"{MAX_UNFINISHED} batches have not ended, the most for one tenant", retry_after_s=60)
         await asyncio.to_thread(self._store.add_batch, batch)
         self._runner.look()
         return json_response(batch.told())

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
@@ -31,10 +31,12 @@ ListedT = TypeVar("ListedT", StoredFile, Batch)
 
 
 class FileHandlers:
-    def __init__(self, store: BatchStore, max_bytes: int, receive_timeout_s: float) -> None:
-        """`max_bytes`: of one file. `receive_timeout_s`: for each piece of an upload to come."""
+    def __init__(self, store: BatchStore, *, max_bytes: int, max_stored_bytes: int, receive_timeout_s: float) -> None:
+        """`max_bytes`: of one file; `max_stored_bytes`: of all of one owner. `receive_timeout_s`: for each piece of an
+        upload to come."""
         self._store = store
         self._max_bytes = max_bytes
+        self._max_stored_bytes = max_stored_bytes
         self._receive_timeout_s = receive_timeout_s
 
     async def upload(self, request: Request) -> Response:
@@ -43,8 +45,13 @@ class FileHandlers:
         is_stored = False
         number = 0
         try:
+            num_stored = await asyncio.to_thread(self._store.num_bytes, owner())
             async for piece in self._pieces(request):
                 upload.add(piece)
+                if num_stored + upload.num_bytes > self._max_stored_bytes:
+                    raise BodyTooLargeError(
+                        f"file: all files together may have {self._max_stored_bytes} bytes: delete some first"
+                    )
                 if upload.num_bytes > self._max_bytes:
                     raise BodyTooLargeError(f"file: has more than {self._max_bytes} bytes")
                 while len(upload.data) >= PART_BYTES:
@@ -87,8 +94,8 @@ class FileHandlers:
 
     async def listed(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
-        files = await asyncio.to_thread(self._store.listed_files, owner())
-        return page(request, [file for file in files if purpose in (None, file.purpose)], lambda file: file.file_id)
+        files = await asyncio.to_thread(self._store.listed_files, owner(), purpose)
+        return page(request, files, lambda file: file.file_id)
 
     async def told(self, request: Request) -> Response:
         return json_response((await self._file(request)).told())
@@ -125,18 +132,21 @@ class _Upload:
         self._has_ended = False
         self._field = ""  # that is arriving
         self._head, self._value = bytearray(), bytearray()  # of a field's header
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_header_begin": self._begin_head,
-                "on_header_field": self._add_head,
-                "on_header_value": self._add_value,
-                "on_header_end": self._end_head,
-                "on_headers_finished": self._check_field,
-                "on_part_data": self._add_data,
-                "on_end": self._end,
-            },
-        )
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_header_begin": self._begin_head,
+                    "on_header_field": self._add_head,
+                    "on_header_value": self._add_value,
+                    "on_header_end": self._end_head,
+                    "on_headers_finished": self._check_field,
+                    "on_part_data": self._add_data,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:
+            raise BodyTypeError(f"the boundary of the form cannot be used: {error}") from error
 
     def add(self, piece: bytes) -> None:
         """Raises `InvalidArgumentError`."""
