@@ -298,20 +298,20 @@ class Fleet:
                 if outcome.ttft_s is not None:
                     first_at = outcome.at + outcome.ttft_s - self._options.message_s
                     handoff_s = max(self._clock.now - first_at, 0.0)
-                    self._router.first_tokens.handed_over(one.decision.num_missing_tokens, handoff_s)
+                    self._router.first_tokens.handed_over(one.decision.num_missing_tokens, handoff_s, self._clock.now)
                 self._release(one)
             case m.TokensGenerated():
-                self._answered += len(event.tokens)
+                # Of a leap, and of the first token that comes from a prefill worker, the router hears at the end.
+                is_end = event.finish_reason is not None
+                num_new = outcome.num_output_tokens - one.num_told_tokens if is_end else len(event.tokens)
+                one.num_told_tokens += num_new
+                self._answered += num_new
                 if event.tokens and outcome.ttft_s is None:
                     outcome.ttft_s = self._clock.now + self._options.message_s - outcome.at
                 outcome.num_preemptions = event.num_preemptions
                 if one.leg is None or not one.leg.is_started:
                     outcome.num_cached_tokens = event.num_cached_tokens
                 if self._admission is not None:
-                    # Of a leap, and of the first token that comes from a prefill worker, it hears at the end.
-                    is_end = event.finish_reason is not None
-                    num_new = outcome.num_output_tokens - one.num_told_tokens if is_end else len(event.tokens)
-                    one.num_told_tokens += num_new
                     self._admission.answered(outcome.tenant, num_new)
                 if event.finish_reason is not None:
                     self._end(one, event.request_id)

@@ -90,7 +90,7 @@ class SimulatedRouter:
             cached_blocks=self._index.match(block_names, now),
             session=session,
             first_token=self._first_token(targets, age_s),
-            handoff_token_s=self.first_tokens.handoff_token_s,
+            handoff_token_s=self.first_tokens.handoff_token_s(now),
         )
         return self._policy.pick(wanted, self._told())
 

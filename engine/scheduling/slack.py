@@ -125,6 +125,8 @@ class SlackPolicy:
         self._time = time
         if has_changed:
             self._watched.clear()
+            if time is None:
+                self._fallen_back.clear()
         self._learn(now)
         return has_changed
 

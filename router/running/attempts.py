@@ -254,7 +254,7 @@ class Attempts:
         elapsed_s = (report.timings.prefill_queue_ms + report.timings.prefill_ms) / 1000
         if decision.prefill and report.prefill_worker == decision.prefill[0].address:
             self._prefill_times.came(decision.prefill_cost, elapsed_s, decision.prefill_s)
-            self._first_tokens.handed_over(decision.num_missing_tokens, report.timings.handoff_ms / 1000)
+            self._first_tokens.handed_over(decision.num_missing_tokens, report.timings.handoff_ms / 1000, now)
         for endpoint in decision.prefill:
             if endpoint in blame:
                 continue

@@ -50,5 +50,5 @@ class LateRequests:
     def _delay_s(self, ttft_s: float, late: Late) -> float:
         now = self._clock()
         begin = max(now + late.soonest_s - ttft_s, self._free_at, now)
-        self._free_at = begin + late.alone_s / max(late.num_workers, 1)
+        self._free_at = min(begin, now + MAX_DELAY_S) + late.alone_s / max(late.num_workers, 1)
         return min(max(begin - now, MIN_DELAY_S), MAX_DELAY_S)

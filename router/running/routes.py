@@ -81,10 +81,11 @@ class Routes:
         """Raises `UnavailableError` if no decode worker can take the request now. Workers that were lost, and did not
         say no, are asked again if there is no other: each may be back."""
         if wanted.block_names:
+            now = self._clock()
             wanted = replace(
                 wanted,
-                cached_blocks=self._registry.blocks.index.match(wanted.block_names, self._clock()),
-                handoff_token_s=self.first_tokens.handoff_token_s,
+                cached_blocks=self._registry.blocks.index.match(wanted.block_names, now),
+                handoff_token_s=self.first_tokens.handoff_token_s(now),
             )
         return self._pick(self.policy.pick, wanted)
 

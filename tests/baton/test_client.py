@@ -180,6 +180,7 @@ def test_status_json_has_the_documented_keys(
         "state": "ready",
         "num_requests_running": 0,
         "num_requests_waiting": 0,
+        "goes_by_slack": False,
         "num_blocks": 10,
         "num_free_blocks": 7,
         "num_cached_blocks": 2,
@@ -222,7 +223,8 @@ def test_wide_status_table(router: tuple[FakeRouter, str], capsys: pytest.Captur
     header, prefill, decode, *_ = capsys.readouterr().out.splitlines()
     assert "queued tokens" in header
     assert prefill.split()[10:16] == ["77", "5", "25%", "12.5", "half", "open"]
-    assert re.split(r" {2,}", prefill.strip())[-2:] == ["learned, 3 min, error 2%, p90 7%, drifts", "ok"]
+    told = ["learned, 3 min, error 2%, p90 7%, drifts", "no", "ok"]
+    assert re.split(r" {2,}", prefill.strip())[-3:] == told
     assert "not known" in decode
 
 

@@ -26,7 +26,7 @@ from router.fleet.fleet import Fleet
 from router.policy.base import FirstTokenTarget, Late, RoutingDecision, RoutingRequest
 from router.policy.costs import CHUNK, STEP, first_token_s
 from router.policy.registry import create_policy
-from router.running.first_token_times import MIN_REQUESTS, MOST_HIGH, MOST_LOW, SORT_EVERY, FirstTokenTimes
+from router.running.first_token_times import FORGET_S, MIN_REQUESTS, MOST_HIGH, MOST_LOW, SORT_EVERY, FirstTokenTimes
 from router.running.late import MAX_DELAY_S, MIN_DELAY_S, LateRequests
 from tests.examples import examples
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, sample
@@ -221,9 +221,19 @@ def test_what_first_tokens_took_makes_predictions_careful() -> None:
 def test_a_token_s_handoff_is_that_of_the_last_chunk() -> None:
     times = FirstTokenTimes()
     for number in range(SORT_EVERY):
-        assert times.handoff_token_s is None
-        times.handed_over(10_000, 0.512 if number % 3 else 60.0)
-    assert times.handoff_token_s == pytest.approx(0.001)
+        assert times.handoff_token_s(5.0) is None
+        times.handed_over(10_000, 0.512 if number % 3 else 60.0, 5.0)
+        times.handed_over(1, 0.01, 5.0)  # says nothing of long ones
+    assert times.handoff_token_s(6.0) == pytest.approx(0.001)
+
+
+def test_slow_handoffs_are_forgotten() -> None:
+    """They keep prompts in place, so nothing better would be learned."""
+    times = FirstTokenTimes()
+    for _ in range(SORT_EVERY):
+        times.handed_over(10_000, 60.0, 5.0)
+    assert times.handoff_token_s(5.0 + FORGET_S) is not None
+    assert times.handoff_token_s(6.0 + FORGET_S) is None
 
 
 def late(soonest_s: float = 3.0, alone_s: float = 1.0, num_workers: int = 2) -> Late:
