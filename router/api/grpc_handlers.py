@@ -7,9 +7,11 @@ of an rpc whose client streams requests is called for each of them; they are ans
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import cast
+from typing import Any, cast
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -32,7 +34,7 @@ MaxBytes = Callable[[], int]
 Guard = Callable[[str, Context], AbstractAsyncContextManager[None]]
 """Around a call: is entered before its message is read, with the name of its method, and may refuse it."""
 
-MAX_CONVERSATIONS = 256  # open streams of requests: gRPC may take memory for a message of each
+MAX_CONVERSATIONS = 256  # open streams of requests, or as many messages as the gate holds bytes for
 MAX_SIDE_BY_SIDE = 256  # requests of one stream that are answered at a time; it is not read on until one has ended
 
 
@@ -136,21 +138,39 @@ class _Handler:
 
 class _Conversation(_Handler):
     """One rpc whose client streams requests. Each passes the gate by itself. The stream has a place of its own, and
-    ends once nothing is answered and nothing has come for as long as an answer may take."""
+    ends once nothing is answered and nothing has come for as long as an answer may take, or once its client does not
+    read."""
 
-    _num_open = 0
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._num_open: Counter[str] = Counter()  # by key
 
     async def _within_limits(self, context: Context) -> None:
         client = current_client.get()
         key = client.name if client else ""
-        if self._num_open >= MAX_CONVERSATIONS:
-            raise OverloadedError(f"this process has {MAX_CONVERSATIONS} open streams of {self._name}")
-        self._num_open += 1
-        try:
-            with self._gate.requests(key):
+        with self._place(key), self._gate.requests(key):
+            try:
                 await self._converse(context, key)
+            except ExceptionGroup as group:  # of its tasks; the first to fail ended the others
+                raise group.exceptions[0] from None
+
+    @contextlib.contextmanager
+    def _place(self, key: str) -> Iterator[None]:
+        """Raises `OverloadedError`. Each open stream may hold memory for a message. One key gets half of the places."""
+        limits = self._gate.limits
+        most = min(MAX_CONVERSATIONS, max(1, limits.max_buffered_bytes // limits.max_message_bytes))
+        if self._num_open.total() >= most:
+            raise OverloadedError(f"this process has {most} open streams of {self._name}")
+        most_per_key = max(1, most // 2)
+        if key and self._num_open[key] >= most_per_key:
+            raise OverloadedError(f"this key has {most_per_key} open streams of {self._name}, the most for one")
+        self._num_open[key] += 1
+        try:
+            yield
         finally:
-            self._num_open -= 1
+            self._num_open[key] -= 1
+            if not self._num_open[key]:
+                del self._num_open[key]
 
     async def _converse(self, context: Context, key: str) -> None:
         limit_s = self._gate.limits.answer_timeout_s
@@ -176,21 +196,9 @@ class _Conversation(_Handler):
         raise DeadlineError(f"no request came for {limit_s:g} s")
 
     async def _answer_one(self, data: bytes, context: Context, key: str, write_lock: asyncio.Lock) -> None:
-        answers = self._answers(data, key, context)
-        del data
-        try:
-            async for answer in answers:
-                async with write_lock:
-                    await context.write(answer)
-        except grpc.aio.InternalError:  # nothing can be sent any more
-            raise asyncio.CancelledError from None
-        finally:
-            await answers.aclose()
-
-    async def _answers(self, data: bytes, key: str, context: Context) -> AsyncGenerator[Message, None]:
-        """Of one request. A failure is an answer, too."""
+        """Answers one request. A failure is an answer, too."""
         request: Message | None = None
-        failed = cast("Callable[[Message | None, BatonError], Message]", self._failed)
+        failure: BatonError | None = None
         try:
             with self._gate.requests(key), self._gate.bytes_held() as held:
                 self._check_size(data)
@@ -200,11 +208,28 @@ class _Conversation(_Handler):
                 answers = cast("StreamHandler", self._function)(request, context)
                 async with aclosing(answers), asyncio.timeout(self._gate.limits.answer_timeout_s):
                     async for answer in answers:
-                        yield answer
+                        await uncancelled(_write(context, answer, write_lock))
         except TimeoutError:
-            yield failed(request, DeadlineError("the answer took too long"))
+            failure = DeadlineError("the answer took too long")
+        except grpc.aio.InternalError:  # nothing can be sent any more
+            raise asyncio.CancelledError from None
         except Exception as error:
-            yield failed(request, failure_of(error))
+            failure = failure_of(error)
+        if failure is not None:
+            failed = cast("Callable[[Message | None, BatonError], Message]", self._failed)
+            await self._tell(context, failed(request, failure), write_lock)
+
+    async def _tell(self, context: Context, message: Message, write_lock: asyncio.Lock) -> None:
+        """Writes what a failed request gets, behind answers that wait for a client that reads slowly. Raises
+        `DeadlineError`, which ends the stream, if it does not read at all."""
+        limits = self._gate.limits
+        try:
+            async with asyncio.timeout(limits.answer_timeout_s + limits.receive_timeout_s):
+                await uncancelled(_write(context, message, write_lock))
+        except TimeoutError:
+            raise DeadlineError("the client does not read the answers") from None
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None
 
 
 class _Room:
@@ -227,6 +252,12 @@ class _Room:
     def left(self, _task: object) -> None:
         self._num_inside -= 1
         self._places.release()
+
+
+async def _write(context: Context, message: Message, lock: asyncio.Lock) -> None:
+    """Run it to its end: gRPC takes one message at a time, and goes on with that of a writer that was cancelled."""
+    async with lock:
+        await context.write(message)
 
 
 async def _read(context: Context) -> object:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import math
 import struct
-from collections.abc import AsyncIterator
-from typing import Any
+import tracemalloc
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, cast
 
 import grpc
 import httpx
 import pytest
 
+from common.errors import DeadlineError, InvalidArgumentError
 from common.version import VERSION
 from protos.inference import open_inference_pb2 as pb
 from protos.inference import open_inference_pb2_grpc as pb_grpc
+from router.api.grpc_handlers import add_service
+from router.api.grpc_services import OPEN_INFERENCE
+from router.api.oip.grpc_service import Context, OpenInferenceService
+from router.limits.gate import Gate, GateLimits
+from router.serving.gateway import Gateway
 from tests.each_case import each_case
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.test_grpc import violated_field
 from tests.router.tiny_tokenizer import ids_of
 from tests.support.fake_worker import ANSWER, FakeWorker
@@ -130,6 +140,29 @@ async def test_the_input_comes_back_and_chosen_outputs_alone(router: RunningRout
     assert outputs["cumulative_logprob"] == [pytest.approx(chosen, rel=1e-5)]
 
 
+async def test_a_good_answer_counts_as_one(router: RunningRouter) -> None:
+    name, labels = "baton_router_requests_total", {"interface": "grpc", "outcome": "ok"}
+    good, cancelled = sample(name, **labels), sample(name, interface="grpc", outcome="cancelled")
+    request = asked()
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    assert outputs_of(await stub(router).ModelInfer(request))["text_output"] == [f"Hello{ANSWER}".encode()]
+    await reaches(name, good + 1, **labels)
+    assert sample(name, interface="grpc", outcome="cancelled") == cancelled
+
+
+async def test_a_user_is_a_session(start_worker: StartWorker, start_router: StartRouter) -> None:
+    workers = [await start_worker() for _ in range(3)]
+    router = await start_router(*workers, policy="session")
+    request = asked()
+    request.parameters["user"].string_param = "s1"
+    async with httpx.AsyncClient(base_url=f"{router.url}/v2", verify=False) as http:
+        for _ in range(3):
+            await stub(router).ModelInfer(request)
+            body = {"text_input": "Hello", "parameters": {"prompt_cache_key": "s1"}}
+            assert (await http.post(f"/models/{MODEL}/generate", json=body)).status_code == 200
+    assert sorted(len(worker.requests) for worker in workers) == [0, 0, 6]
+
+
 async def test_several_answers(router: RunningRouter) -> None:
     request = asked(exclude_input_in_output=True)
     request.parameters["n"].int64_param = 3
@@ -168,6 +201,107 @@ async def test_a_stream_that_its_client_leaves_ends_its_requests(router: Running
     await call.read()
     call.cancel()
     await worker.cancelled.wait()
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.of_answer = asyncio.Event()  # it was given up
+        self.of_call: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
+
+
+@contextlib.asynccontextmanager
+async def endless_answers(limits: GateLimits) -> AsyncIterator[tuple[pb_grpc.GRPCInferenceServiceAsyncStub, Ends]]:
+    """Calls of a server whose streamed answers never end; and `Ends`."""
+    ends = Ends()
+
+    @contextlib.asynccontextmanager
+    async def watched(_name: str, _context: Context) -> AsyncIterator[None]:
+        try:
+            yield
+        except DeadlineError as error:
+            ends.of_call.set_result(error.message)
+            raise
+
+    class Endless(OpenInferenceService):
+        async def ModelStreamInfer(  # noqa: N802
+            self, request: pb.ModelInferRequest, context: Context
+        ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+            response = pb.ModelStreamInferResponse()
+            response.infer_response.raw_output_contents.append(bytes(2**18))
+            try:
+                while True:
+                    yield response
+            finally:
+                ends.of_answer.set()
+
+    server = grpc.aio.server()
+    add_service(server, OPEN_INFERENCE, Endless(cast("Gateway", None)), Gate(limits), guard=watched)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with asyncio.timeout(20), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield pb_grpc.GRPCInferenceServiceStub(channel), ends
+    finally:
+        await server.stop(None)
+
+
+async def test_an_answer_that_takes_too_long_says_so_to_a_client_that_did_not_read() -> None:
+    async with endless_answers(GateLimits(answer_timeout_s=0.05)) as (calls, ends):
+        call = calls.ModelStreamInfer()
+        request = asked()
+        request.id = "slow"
+        await call.write(request)
+        await ends.of_answer.wait()
+        responses: list[Any] = [await call.read()]
+        while not responses[-1].error_message:
+            responses.append(await call.read())
+        assert responses[-1].error_message == "the answer took too long"
+        assert responses[-1].infer_response.id == "slow"
+        assert all(response.infer_response.raw_output_contents for response in responses[:-1])
+        call.cancel()
+
+
+async def test_a_stream_whose_client_never_reads_ends() -> None:
+    async with endless_answers(GateLimits(answer_timeout_s=0.05, receive_timeout_s=0.05)) as (calls, ends):
+        call = calls.ModelStreamInfer()
+        await call.write(asked())
+        assert await ends.of_call == "the client does not read the answers"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await anext(one async for one in call if not one.infer_response.raw_output_contents)
+        assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_one_key_gets_half_of_the_streams(start_router: StartRouter, worker: FakeWorker, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    names = ("a", "b")
+    keys.write_text("".join(f"secret-of-the-team-{name}-0123456789 name={name}\n" for name in names))
+    router = await start_router(worker, api_keys_file=str(keys), max_buffered_mb=16)  # four messages of 4 MiB
+
+    async def outcome(name: str) -> str:
+        """Of the first answer on a new stream, which stays open."""
+        call = stub(router).ModelStreamInfer(
+            metadata=(("authorization", f"Bearer secret-of-the-team-{name}-0123456789"),)
+        )
+        calls.append(call)
+        try:
+            await call.write(asked(stream=True))
+            await call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return str(await call.details())
+        return "open"
+
+    calls: list[Any] = []
+    assert [await outcome("a") for _ in range(2)] == ["open", "open"]
+    assert "this key has 2 open streams" in await outcome("a")
+    assert [await outcome("b") for _ in range(2)] == ["open", "open"]
+    assert "this process has 4 open streams" in await outcome("b")
+    await calls[0].done_writing()
+    while await calls[0].read() is not grpc.aio.EOF:
+        pass
+    assert await calls[0].code() == grpc.StatusCode.OK
+    assert await outcome("a") == "open"
+    for call in calls:
+        call.cancel()
 
 
 async def test_json_and_binary_tensors_over_rest(http: httpx.AsyncClient) -> None:
@@ -221,6 +355,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampling_parameters": '{"prompt": "x"}'}, "sampling_parameters.prompt"),
     ({"sampling_parameters": '{"prompt_logprobs": 1}'}, "sampling_parameters.prompt_logprobs"),
     ({"sampling_parameters": '{"suffix": "x"}'}, "sampling_parameters.suffix"),
+    ({"sampling_parameters": '{"request_id": "x"}'}, "sampling_parameters.request_id"),
+    ({"sampling_parameters": '{"user": 5}'}, "sampling_parameters.user"),
     ({"sampling_parameters": "{"}, "sampling_parameters"),
     ({"sampling_parameters": "[]"}, "sampling_parameters"),
     ({"image": "x"}, "image"),
@@ -281,6 +417,7 @@ def broken(**changes: Any) -> pb.ModelInferRequest:
         (broken(raw=[b"\x05\0\0\0Hell"]), "text_input"),
         (broken(raw=[b"\x05\0"]), "text_input"),
         (broken(raw=[b"\x01\0\0\0\xff"]), "text_input"),
+        (broken(raw=[b"\x01\0\0\0a\x01\0\0\0b"]), "text_input"),
         (broken(raw=[b"", b""]), "raw_input_contents"),
         (broken(shape=[2]), "text_input"),
         (broken(twice=True), "text_input"),
@@ -294,6 +431,62 @@ async def test_broken_tensors_are_refused(router: RunningRouter, request_: pb.Mo
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub(router).ModelInfer(request_)
     assert (error.value.code(), violated_field(error.value)) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_numbers_are_finite(router: RunningRouter, value: float) -> None:
+    request = asked()
+    request.parameters["temperature"].double_param = value
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub(router).ModelInfer(request)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_field(error.value) == "sampling_parameters.temperature"
+
+
+def large(kind: str) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=MODEL)
+    if kind == "parameters":
+        for number in range(2**15):
+            request.parameters[str(number)].bool_param = True
+    elif kind == "inputs":
+        request.inputs.extend(2**15 * [pb.ModelInferRequest.InferInputTensor()])
+    elif kind == "outputs":
+        request.outputs.extend(2**15 * [pb.ModelInferRequest.InferRequestedOutputTensor()])
+    elif kind == "sizes":
+        request = asked()
+        request.inputs[0].shape.extend(2**20 * [1])
+    else:
+        form, datatype = kind.split()
+        tensor = request.inputs.add(name="stream", datatype=datatype, shape=[1])
+        if form == "raw":
+            request.raw_input_contents.append(bytes(2**20))
+        else:
+            getattr(tensor.contents, LIST_OF[datatype]).extend(2**19 * [True if datatype == "BOOL" else b""])
+    return request
+
+
+@pytest.mark.parametrize(
+    "kind", ["raw BOOL", "raw BYTES", "typed BOOL", "typed BYTES", "sizes", "inputs", "outputs", "parameters"]
+)
+async def test_more_than_one_value_is_refused_before_it_is_unpacked(kind: str) -> None:
+    """A message is refused as a whole, so what it holds takes neither time nor memory."""
+    service, request = OpenInferenceService(cast("Gateway", None)), large(kind)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgumentError):
+            await service.ModelInfer(request, cast("Context", None))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < (1.5 * 2**20 if kind.startswith("raw") else 2**18)  # raw: the bytes themselves are 1 MiB
+
+
+async def test_the_second_value_over_rest_is_not_looked_at(http: httpx.AsyncClient) -> None:
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Hello", 5]}
+    answer = await http.post(f"/models/{MODEL}/infer", json={"inputs": [tensor]})
+    assert (answer.status_code, answer.json()) == (400, {"error": "text_input: must have one value, not 2"})
+    answer = await http.post(f"/models/{MODEL}/infer", json={"inputs": 10 * [tensor]})
+    assert (answer.status_code, answer.json()) == (400, {"error": "inputs: has 10 entries, and may have 9"})
 
 
 async def test_a_version_or_model_that_is_not_served(router: RunningRouter, http: httpx.AsyncClient) -> None:

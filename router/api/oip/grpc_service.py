@@ -19,11 +19,12 @@ from router.api.oip.inference import (
     VERSION,
     Inference,
     InferRequest,
+    check_numbers,
     check_version,
     infer,
     request_id_of,
 )
-from router.api.oip.tensors import Tensor, Value, values_of_raw
+from router.api.oip.tensors import Tensor, Value, check_one_value, value_of_raw
 from router.limits.clients import call_hints
 from router.serving.gateway import Gateway
 
@@ -31,6 +32,7 @@ Context = grpc.aio.ServicerContext[object, object]
 
 EMPTY_FINAL = "triton_enable_empty_final_response"  # asks for a last response without outputs
 IS_FINAL = "triton_final_response"
+MAX_TOLD_SIZES = 8  # of a shape: inputs may have two, and a refusal tells of so many
 CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents", "UINT32": "uint_contents", "FP32": "fp32_contents"}
 
 
@@ -73,9 +75,9 @@ class OpenInferenceService:
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: N802
         async with aclosing(self._responses(request, context, may_stream=False)) as responses:
-            async for response in responses:
-                return response
-        raise AssertionError("an answer has a response")
+            # To the end: an answer that is left after its first response would count as cancelled.
+            [response, *_] = [one async for one in responses]
+        return response
 
     async def ModelStreamInfer(  # noqa: N802
         self, request: pb.ModelInferRequest, context: Context
@@ -98,6 +100,7 @@ class OpenInferenceService:
         self, request: pb.ModelInferRequest, context: Context, *, may_stream: bool
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         arrived_at, gateway = time.monotonic(), self._gateway
+        check_numbers(len(request.inputs), len(request.outputs), len(request.parameters))
         given = {name: _value(name, parameter) for name, parameter in request.parameters.items()}
         ends_empty = given.pop(EMPTY_FINAL, False) is True
         for name, of_tensor in [
@@ -122,7 +125,7 @@ class OpenInferenceService:
                 interface="grpc",
                 request_id=request_id_of(request.id, metadata),
                 arrived_at=arrived_at,
-                hints=call_hints(metadata),
+                hints=call_hints(metadata, inference.session),
                 held=held,
                 timeout_s=context.time_remaining(),
             )
@@ -154,10 +157,11 @@ def _inputs(request: pb.ModelInferRequest) -> list[Tensor]:
         if raw:
             if given.HasField("contents"):
                 raise InvalidArgumentError(name, "has contents, and raw_input_contents is set, too")
-            values = values_of_raw(name, given.datatype, raw[index])
+            values: tuple[Value, ...] = (value_of_raw(name, given.datatype, raw[index]),)
         else:
             values = _typed(name, given)
-        tensors.append(Tensor(given.name, given.datatype, tuple(given.shape), values))
+        shape = tuple(given.shape[:MAX_TOLD_SIZES])
+        tensors.append(Tensor(given.name, given.datatype, shape, values))
     return tensors
 
 
@@ -169,7 +173,10 @@ def _typed(name: str, given: pb.ModelInferRequest.InferInputTensor) -> tuple[Val
             raise InvalidArgumentError(
                 f"{name}.contents.{one.name}", f"is not for {given.datatype}: that is {expected}"
             )
-    values: Iterable[Value] = () if expected is None else getattr(given.contents, expected)
+    if expected is None:  # refused by its datatype
+        return ()
+    values = getattr(given.contents, expected)
+    check_one_value(name, len(values))
     return tuple(values)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -46,6 +47,9 @@ OUTPUTS = {  # beside the text; each if its flag asks for it, or if it is among 
 FLAGS = {f"return_{name}": name for name in OUTPUTS}
 INPUT_TYPES = {TEXT: "BYTES", SAMPLING: "BYTES", STREAM: "BOOL", WITHOUT_INPUT: "BOOL", **dict.fromkeys(FLAGS, "BOOL")}
 OUTPUT_TYPES = {TEXT_OUTPUT: "BYTES", **OUTPUTS}
+
+# A door's own parameters, which say what form the answer has, are few.
+MAX_PARAMETERS = len(CompletionBody.__struct_fields__) + 8
 
 _OF_THE_TENSORS = {"model": "model_name", "prompt": TEXT, "stream": STREAM}
 _UNTOLD = (  # fields of completions for which an answer has no tensor
@@ -100,6 +104,7 @@ class Inference:
         try:
             self.body = parse(CompletionBody, msgspec.json.encode(fields))
             self.body.check()
+            self.session = self.body.session()
         except InvalidArgumentError as error:
             raise InvalidArgumentError(field_name(error.field), error.reason) from error
         if self.streams and self.body.choices.n != 1:
@@ -128,6 +133,18 @@ def check_version(version: str) -> None:
     """Raises `NotFoundError`."""
     if version not in ("", VERSION):
         raise NotFoundError(f"version {version[:40]!r} does not exist: each model has version {VERSION}")
+
+
+def check_numbers(inputs: int, outputs: int, parameters: int) -> None:
+    """How many of each a request has. Ask before any is looked at: a message has room for millions, and who sends more
+    than there are repeats one or sends an unknown one. Raises `InvalidArgumentError`."""
+    for name, num, most in (
+        ("inputs", inputs, len(INPUT_TYPES)),
+        ("outputs", outputs, len(OUTPUT_TYPES)),
+        ("parameters", parameters, MAX_PARAMETERS),
+    ):
+        if num > most:
+            raise InvalidArgumentError(name, f"has {num} entries, and may have {most}")
 
 
 async def infer(
@@ -299,8 +316,12 @@ def _sampling(tensor: Tensor | None, given: Mapping[str, object]) -> dict[str, o
     for name, value in sampling.items():
         if name in _OF_THE_TENSORS:
             raise InvalidArgumentError(f"{SAMPLING}.{name}", f"is said by {_OF_THE_TENSORS[name]}")
+        if name == "request_id":
+            raise InvalidArgumentError(f"{SAMPLING}.{name}", "is said by the request's id")
         if name in _UNTOLD and value not in (None, False):
             raise InvalidArgumentError(f"{SAMPLING}.{name}", "is not supported: no output would tell it")
+        if isinstance(value, float) and not math.isfinite(value):  # gRPC's can be, and JSON has no word for them
+            raise InvalidArgumentError(f"{SAMPLING}.{name}", f"must be a finite number, not {value}")
         if name in _NUMBERS and isinstance(value, str):
             with contextlib.suppress(msgspec.DecodeError):
                 sampling[name] = msgspec.json.decode(value.lower())

@@ -42,11 +42,17 @@ def one_value(tensor: Tensor, datatype: str) -> Value:
     """The value of a tensor that must have one of this type. Raises `InvalidArgumentError`."""
     if tensor.datatype != datatype:
         raise InvalidArgumentError(tensor.name, f"must have datatype {datatype}, not {tensor.datatype[:20]!r}")
-    if any(size != 1 for size in tensor.shape) or len(tensor.shape) > 2:
+    if len(tensor.shape) > 2 or any(size != 1 for size in tensor.shape):
         raise InvalidArgumentError(tensor.name, f"must have shape [1], not {list(tensor.shape)[:8]}")
-    if len(tensor.values) != 1:
-        raise InvalidArgumentError(tensor.name, f"must have one value, not {len(tensor.values)}")
+    check_one_value(tensor.name, len(tensor.values))
     return tensor.values[0]
+
+
+def check_one_value(name: str, num: int) -> None:
+    """Each input has exactly one value. Ask before values are copied: a message has room for millions of flags. Raises
+    `InvalidArgumentError`."""
+    if num != 1:
+        raise InvalidArgumentError(name, f"must have one value, not {num}")
 
 
 def text_of(tensor: Tensor) -> str:
@@ -57,31 +63,24 @@ def text_of(tensor: Tensor) -> str:
         raise InvalidArgumentError(tensor.name, "is not valid UTF-8") from error
 
 
-def values_of_raw(name: str, datatype: str, data: bytes) -> tuple[Value, ...]:
-    """Raises `InvalidArgumentError` if `data` does not hold whole values, or if the datatype is not known here."""
+def value_of_raw(name: str, datatype: str, data: bytes) -> Value:
+    """The value of an input. Raises `InvalidArgumentError` if `data` does not hold exactly one, or if inputs have no
+    such datatype."""
+    if datatype == "BOOL":
+        check_one_value(name, len(data))
+        return data != b"\0"
     if datatype == "BYTES":
-        return _texts_of_raw(name, data)
-    if datatype not in _FORMATS:
-        raise _unknown(name, datatype)
-    one = struct.Struct(f"<{_FORMATS[datatype]}")
-    if len(data) % one.size:
-        raise InvalidArgumentError(name, f"has {len(data)} bytes, which are no whole values of {datatype}")
-    return tuple(value for (value,) in one.iter_unpack(data))
+        return _text_of_raw(name, data)
+    raise InvalidArgumentError(name, f"has datatype {datatype[:20]!r}: take BYTES for texts and BOOL for flags")
 
 
-def _texts_of_raw(name: str, data: bytes) -> tuple[bytes, ...]:
-    texts = []
-    position = 0
-    while position < len(data):
-        begin = position + _LENGTH.size
-        if begin > len(data):
-            raise InvalidArgumentError(name, "ends inside the length of a text")
-        position = begin + _LENGTH.unpack_from(data, position)[0]
-        if position > len(data):
-            raise InvalidArgumentError(name, f"ends inside a text of {position - begin} bytes")
-        texts.append(data[begin:position])
-    return tuple(texts)
-
-
-def _unknown(name: str, datatype: str) -> InvalidArgumentError:
-    return InvalidArgumentError(name, f"has datatype {datatype[:20]!r}: take BYTES for texts and BOOL for flags")
+def _text_of_raw(name: str, data: bytes) -> bytes:
+    begin = _LENGTH.size
+    if len(data) < begin:
+        raise InvalidArgumentError(name, f"has {len(data)} bytes: a text begins with its length in {begin} bytes")
+    (num_bytes,) = _LENGTH.unpack_from(data)
+    if begin + num_bytes > len(data):
+        raise InvalidArgumentError(name, f"ends inside a text of {num_bytes} bytes")
+    if begin + num_bytes < len(data):
+        raise InvalidArgumentError(name, f"must have one value: more follows a text of {num_bytes} bytes")
+    return data[begin:]

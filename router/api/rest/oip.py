@@ -25,11 +25,12 @@ from router.api.oip.inference import (
     VERSION,
     Inference,
     InferRequest,
+    check_numbers,
     check_version,
     infer,
     request_id_of,
 )
-from router.api.oip.tensors import Tensor, Value, values_of_raw
+from router.api.oip.tensors import Tensor, Value, check_one_value, value_of_raw
 from router.api.rest.http.body import JSON_TYPE, read_body
 from router.api.rest.http.errors import as_baton, error_headers
 from router.api.rest.openai.body_types import Body
@@ -123,6 +124,7 @@ class OpenInferenceHandlers:
         data = await self._read(request, (JSON_TYPE, BINARY_TYPE))
         size = _json_size(request.headers.get(JSON_SIZE), len(data))
         body = parse(InferBody, data[:size])
+        check_numbers(len(body.inputs), len(body.outputs or ()), len(body.parameters or ()))
         for name, given, said in (
             ("model_name", body.model_name, request.path_params["model"]),
             ("model_version", body.model_version, request.path_params.get("version", VERSION)),
@@ -185,7 +187,7 @@ class OpenInferenceHandlers:
             interface="rest",
             request_id=request.state.request_id,
             arrived_at=arrived_at,
-            hints=call_hints(request.headers),
+            hints=call_hints(request.headers, inference.session),
             held=request.state.held_bytes,
         )
 
@@ -286,7 +288,7 @@ def _tensors(inputs: list[InputTensor], data: bytes) -> list[Tensor]:
         if one.data is not None:
             raise InvalidArgumentError(f"{name}.data", f"is given, and {BINARY_SIZE}, too")
         raw = data[position : position + size]
-        tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), values_of_raw(name, one.datatype, raw)))
+        tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), (value_of_raw(name, one.datatype, raw),)))
         position += size
     if position != len(data):
         raise InvalidArgumentError("inputs", f"{len(data) - position} bytes after the JSON belong to none of them")
@@ -296,15 +298,16 @@ def _tensors(inputs: list[InputTensor], data: bytes) -> list[Tensor]:
 def _tensor_of_json(name: str, datatype: str, shape: tuple[int, ...], data: list[Any]) -> Tensor:
     while len(data) == 1 and isinstance(data[0], list):
         data = data[0]
-    values: list[Value] = []
-    for one in data:
-        if datatype == "BYTES" and isinstance(one, str):
-            values.append(one.encode())
-        elif datatype == "BOOL" and isinstance(one, bool):
-            values.append(one)
-        else:
-            raise InvalidArgumentError(name[:100], f"holds what is no value of {datatype[:20]}")
-    return Tensor(name, datatype, shape, tuple(values))
+    check_one_value(name[:100], len(data))
+    [given] = data
+    value: Value
+    if datatype == "BYTES" and isinstance(given, str):
+        value = given.encode()
+    elif datatype == "BOOL" and isinstance(given, bool):
+        value = given
+    else:
+        raise InvalidArgumentError(name[:100], f"holds what is no value of {datatype[:20]}")
+    return Tensor(name, datatype, shape, (value,))
 
 
 def _generate_inputs(body: GenerateBody) -> tuple[dict[str, Any], dict[str, Any]]:
