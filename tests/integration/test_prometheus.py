@@ -34,11 +34,12 @@ pytestmark = [
 NAMESPACE = "prod"
 SCRAPE_S = 1
 RATE = "2m"  # for $__rate_interval
-DID_NOT_HAPPEN = {  # here; nor do workers become sure enough of their times for a router to predict with them
+DID_NOT_HAPPEN = {  # here, or not for sure; nor do workers know their times well enough for a router to predict with
     "baton_advised_replicas",
     "baton_autoscaler_scalings_total",
     "baton_router_measured_to_predicted_ratio_bucket",
     "baton_router_migrations_total",
+    "baton_router_refused_total",
     "baton_router_retries_total",
     "baton_router_unauthenticated_total",
     "baton_worker_prefill_failures_total",
