@@ -91,6 +91,7 @@ FEATURES = (
     "num_logprobs",
 )
 """Fields of `StepShape` that have a coefficient: seconds for each."""
+_PAIRS, _PAST, _CHUNKS = map(FEATURES.index, ("chunk_pairs", "chunk_past", "num_chunks"))
 
 
 @dataclass(slots=True, frozen=True)
@@ -197,6 +198,19 @@ class BatchTime:
         """The median alone."""
         return self._regime(shape).seconds(shape)
 
+    def decode_seconds(self, num_decodes: int, context: int, longest: int) -> float:
+        """`seconds` of a step of decodes alone, in a third of the time: a router asks at each load report."""
+        regime = self.regimes[Regime.DECODE]
+        seconds = (
+            regime.layers.at(num_decodes)
+            + regime.head.at(num_decodes)
+            + regime.coefficients[0] * context
+            + regime.coefficients[1] * longest
+        )
+        if regime.residuals:
+            seconds *= math.exp(regime.residual(num_decodes, context))
+        return seconds
+
     def chunk_seconds(self, new: int, past: int, beside: StepShape = NO_DECODES) -> float:
         """`seconds` of `chunk_shape`, in a quarter of the time: a router asks for some twenty a decision."""
         regime = self.regimes[Regime.MIXED if beside.num_decodes else Regime.PREFILL]
@@ -219,12 +233,12 @@ class BatchTime:
         """How many further tokens of one prompt, of which `past` are computed, a step of `shape` may take so that nine
         in ten such steps end within `seconds`: 0 to `most`. The prompt's last token draws nothing yet."""
         regime = self.regimes[Regime.MIXED if shape.num_decodes else Regime.PREFILL]
-        pairs = regime.coefficients[FEATURES.index("chunk_pairs")]
+        pairs = regime.coefficients[_PAIRS]
         beside = (
             regime.plain_seconds(shape)
             - regime.layers.at(shape.num_tokens)
-            + regime.coefficients[FEATURES.index("chunk_past")] * past
-            + regime.coefficients[FEATURES.index("num_chunks")]
+            + regime.coefficients[_PAST] * past
+            + regime.coefficients[_CHUNKS]
         )
         # The residual of the largest chunk stands for all: it changes by a few hundredths from one to the next.
         attention = shape.decode_context + shape.chunk_pairs

@@ -59,7 +59,11 @@ class _Workers(Collection[str]):
         return self._bits.bit_count()
 
     def __iter__(self) -> Iterator[str]:
-        return (self._names[bit] for bit in _bits(self._bits))
+        bits, names = self._bits, self._names
+        while bits:
+            bit = bits & -bits
+            yield names[bit]
+            bits ^= bit
 
     def __contains__(self, worker: object) -> bool:
         return bool(self._bits_of.get(worker, 0) & self._bits)  # type: ignore[call-overload]
@@ -239,10 +243,3 @@ class PrefixIndex:
 
 def _each(names: bytes) -> Iterator[bytes]:
     return (names[start : start + HASH_BYTES] for start in range(0, len(names) - HASH_BYTES + 1, HASH_BYTES))
-
-
-def _bits(workers: int) -> Iterator[int]:
-    while workers:
-        bit = workers & -workers
-        yield bit
-        workers ^= bit

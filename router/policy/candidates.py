@@ -9,7 +9,7 @@ where nothing can come that is better than what was found.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
 from math import inf
@@ -17,16 +17,45 @@ from typing import overload
 
 from common.types import WorkerRole
 from router.fleet.endpoint import Endpoint
-from router.fleet.fleet import Entry, Fleet, Group, Key, Order
+from router.fleet.fleet import Entry, Fleet, Group, Key, Member, Order
 from router.fleet.prefix_index import Level, levels_of
 from router.policy.base import Candidate, Candidates, RoutingRequest
-from router.policy.costs import SECONDS, TOKENS, Costs, first_token_s, wait_of
+from router.policy.costs import SECONDS, TOKENS, Costs, first_token_s
 from router.policy.least_load import load_order, load_score, order_by_wait
 
 FEW = 16  # workers of one level that are all looked at
 
-_Found = tuple[float, float, float, bool, int, int]
-"""What a candidate costs, its load order, whether its turn is over, its position, and its cached tokens."""
+_Found = tuple[float, float, float, bool, int, int, float, float]
+"""What a candidate costs, its load order, whether its turn is over, its position, its cached tokens; and what it costs
+before the request's own work, and by this."""
+
+
+class PromptLevels:
+    """Which workers of a fleet have leading blocks of a prompt: found once for all roles, if anybody asks."""
+
+    __slots__ = ("_fleet", "_request", "few", "is_known", "large")
+
+    def __init__(self, request: RoutingRequest, fleet: Fleet) -> None:
+        self._request = request
+        self._fleet = fleet
+        self.few: list[tuple[int, Member]] = []  # those of small levels, each with its number of blocks
+        self.large: list[Level] = []
+        self.is_known = False
+
+    def known(self) -> PromptLevels:
+        if not self.is_known:
+            self.is_known = True
+            if not self._request.in_place:
+                self._find()
+        return self
+
+    def _find(self) -> None:
+        for level in levels_of(self._request.cached_blocks):
+            if len(level.workers) > FEW:
+                self.large.append(level)
+            else:
+                members = map(self._fleet.member, level.workers)
+                self.few += [(level.num_blocks, member) for member in members if member is not None]
 
 
 class FleetCandidates(Candidates):
@@ -41,6 +70,7 @@ class FleetCandidates(Candidates):
         roles: frozenset[WorkerRole],
         work: Callable[[Endpoint, int, int], float],
         turn: int,
+        levels: PromptLevels,
         *,
         without: Collection[int] = (),
         only: int | None = None,
@@ -60,6 +90,7 @@ class FleetCandidates(Candidates):
         self._positions = fleet.positions(groups) if only is None else [only]
         self._left_out = sorted([bisect_left(self._positions, one) for one in without])
         self._num = len(self._positions) - len(self._left_out)
+        self._levels = levels
         self._turn = turn % self._num if self._num else 0
         self._first = self._positions[self._index(0)] if self._num else 0
 
@@ -93,8 +124,12 @@ class FleetCandidates(Candidates):
         return (total - sum([load_score(self._fleet.at(one).endpoint) for one in self._without])) / self._num
 
     def soonest(self, num: int) -> Sequence[Candidate]:
-        key = _by_wait_in_seconds if self._costs.in_seconds else _by_wait_in_tokens
-        return [self._candidate(one[4], one[5]) for one in self._best(key, num, with_work=True)]
+        in_seconds, at, num_prompt = self._costs.in_seconds, self._fleet.at, self._request.num_prompt_tokens
+        found = self._best(_by_wait_in_seconds if in_seconds else _by_wait_in_tokens, num, with_work=True)
+        return [
+            Candidate(at(position).endpoint, cached, max(num_prompt - cached, 1), wait, work, in_seconds)
+            for _, _, _, _, position, cached, wait, work in found
+        ]
 
     def soonest_computed(self, num: int) -> Sequence[tuple[Candidate, float]]:
         return [(self._candidate(one[4], one[5]), one[0]) for one in self._best(_by_first_token, num, with_work=True)]
@@ -122,7 +157,7 @@ class FleetCandidates(Candidates):
             blocks = 0 if request.in_place else request.cached_blocks.get(endpoint.address, 0)
             num_cached = blocks * endpoint.block_size
         missing, work = max(request.num_prompt_tokens - num_cached, 1), self._work_of(member.group, num_cached)
-        return Candidate(endpoint, num_cached, missing, wait_of(endpoint, costs), work, costs.in_seconds)
+        return Candidate(endpoint, num_cached, missing, costs.wait(endpoint), work, costs.in_seconds)
 
     def _work_of(self, group: Group, num_cached: int) -> float:
         """The same for all workers of `group`."""
@@ -136,30 +171,31 @@ class FleetCandidates(Candidates):
         """The first `num` by cost and load order, then by turn. `key`: what a worker costs before the request's own
         work, and its load order."""
         if self._only is not None:
-            num_cached = self._candidate(self._only).num_cached_tokens
-            return [(0.0, 0.0, 0.0, False, self._only, num_cached)]
-        levels = levels_of(self._request.cached_blocks) if with_work and not self._request.in_place else ()
-        walk = _Walk(num, self._first, {*self._without})
-        large: list[Level] = []
-        for level in levels:
-            if len(level.workers) > FEW:
-                large.append(level)
-                continue
-            for address in level.workers:
-                member = self._fleet.member(address)
-                if member and self._has(member.group, member.position):
-                    num_cached = level.num_blocks * member.endpoint.block_size
-                    entry = member.group.order(key).entry_of[member.position]
-                    walk.look_at(entry, self._work_of(member.group, num_cached), num_cached)
-                    walk.passed.add(member.position)
+            one = self._candidate(self._only)
+            return [(0.0, 0.0, 0.0, False, self._only, one.num_cached_tokens, one.wait, one.work)]
+        walk = _Walk(num, self._first, set(self._without))
+        groups, large, few = self._groups, (), []
+        if with_work:
+            levels = self._levels.known()
+            large = levels.large
+            for num_blocks, member in levels.few:
+                if member.group in groups and member.position not in walk.passed:
+                    few.append((num_blocks, member))
+            walk.passed.update([member.position for _, member in few])
         for level in large:
-            for group in self._groups:
+            for group in groups:
                 num_cached = level.num_blocks * group.example.block_size
                 work = partial(self._work_of, group, num_cached)
                 walk.along(group, group.order(key), work, num_cached, level.workers)
-        for group in self._groups:
+        others = [level.workers for level in large]
+        for group in groups:
             of_all: Callable[[], float] = partial(self._work_of, group, 0) if with_work else float
-            walk.along(group, group.order(key), of_all, 0, None, [level.workers for level in large])
+            walk.along(group, group.order(key), of_all, 0, None, others)
+        for num_blocks, member in few:  # the last: of most of them, the wait alone is too long
+            entry = member.group.order(key).entry_of[member.position]
+            if walk.may_take(entry[0]):
+                num_cached = num_blocks * member.group.example.block_size
+                walk.look_at(entry, self._work_of(member.group, num_cached), num_cached)
         return walk.found
 
 
@@ -177,13 +213,17 @@ class _Walk:
 
     def look_at(self, entry: Entry, work: float, num_cached: int) -> None:
         cost, first, second, position = entry
-        one = cost + work, first, second, position < self._first, position, num_cached
+        one = cost + work, first, second, position < self._first, position, num_cached, cost, work
         found = self.found
-        if len(found) < self._num:
-            insort(found, one)
-        elif one < found[-1]:
+        if len(found) == self._num:
+            if one > found[-1]:
+                return
             found.pop()
-            insort(found, one)
+        insort(found, one)
+
+    def may_take(self, cost: float) -> bool:
+        """Whether one that costs so much may be among the best."""
+        return len(self.found) < self._num or cost <= self.found[-1][0]
 
     def _may_have_any(
         self, group: Group, order: Order, only: Collection[str] | None, others: Sequence[Collection[str]]
@@ -193,9 +233,7 @@ class _Walk:
         if len(self.found) == self._num and order.entries[0][0] > self.found[-1][0]:
             return False
         return len(order.entries) > FEW or any(
-            entry[3] not in self.passed
-            and (only is None or group.endpoints[entry[3]].address in only)
-            and not any(group.endpoints[entry[3]].address in one for one in others)
+            entry[3] not in self.passed and _is_of(group.endpoints[entry[3]].address, only, others)
             for entry in order.entries
         )
 
@@ -211,35 +249,33 @@ class _Walk:
         """Looks at workers of `only`, or at those that are in none of `others`, in their order."""
         if not self._may_have_any(group, order, only, others):
             return
-        entries, passed, found, num = order.entries, self.passed, self.found, self._num
+        entries, passed, found, num, endpoints = order.entries, self.passed, self.found, self._num, group.endpoints
         work = work_of()
         start, end = 0, len(entries)
         while start < end:
-            cost, first, second, _ = entries[start]
+            entry = entries[start]
+            cost, first, second, position = entry
             if len(found) == num:
                 limit = found[-1]
                 if cost + work > limit[0]:
                     return
-                if (cost + work, first, second) > limit[:3]:  # and so are all others of this cost
+                if cost + work == limit[0] and (first, second) > limit[1:3]:  # and so are all others of this cost
                     start = bisect_right(entries, (cost, inf), start)
                     continue
-            # Those that are equal: the first of them is the one whose turn it is.
             stop = start + 1
-            if stop < end and entries[stop][:3] == (cost, first, second):
-                stop = bisect_right(entries, (cost, first, second, inf), stop)
-                turn = bisect_left(entries, (cost, first, second, self._first), start, stop)
-                equal: Iterable[int] = chain(range(turn, stop), range(start, turn))
-            else:
-                equal = (start,)
+            if stop == end or entries[stop][0] != cost or entries[stop][:3] != entry[:3]:
+                if position not in passed and _is_of(endpoints[position].address, only, others):
+                    self.look_at(entry, work, num_cached)
+                start = stop
+                continue
+            # Those that are equal: the first of them is the one whose turn it is.
+            stop = bisect_right(entries, (cost, first, second, inf), stop)
+            turn = bisect_left(entries, (cost, first, second, self._first), start, stop)
             left = num
-            for at in equal:
+            for at in chain(range(turn, stop), range(start, turn)):
                 entry = entries[at]
-                if entry[3] in passed:
+                if entry[3] in passed or not _is_of(endpoints[entry[3]].address, only, others):
                     continue
-                if only is not None or others:
-                    address = group.endpoints[entry[3]].address
-                    if (only is not None and address not in only) or any(address in one for one in others):
-                        continue
                 self.look_at(entry, work, num_cached)
                 left -= 1
                 if not left:
@@ -247,12 +283,22 @@ class _Walk:
             start = stop
 
 
+def _is_of(address: str, only: Collection[str] | None, others: Sequence[Collection[str]]) -> bool:
+    """Whether it is one of `only`, or in none of `others`."""
+    if only is not None:
+        return address in only
+    for one in others:  # quicker than a generator
+        if address in one:
+            return False
+    return True
+
+
 def _by_wait_in_tokens(endpoint: Endpoint) -> tuple[float, float, float]:
-    return (wait_of(endpoint, TOKENS), *load_order(endpoint))
+    return (TOKENS.wait(endpoint), *load_order(endpoint))
 
 
 def _by_wait_in_seconds(endpoint: Endpoint) -> tuple[float, float, float]:
-    wait = wait_of(endpoint, SECONDS)
+    wait = SECONDS.wait(endpoint)
     return (wait, *order_by_wait(endpoint, wait))
 
 
@@ -266,4 +312,4 @@ def _by_load_in_tokens(endpoint: Endpoint) -> tuple[float, float, float]:
 
 
 def _by_load_in_seconds(endpoint: Endpoint) -> tuple[float, float, float]:
-    return (0, *order_by_wait(endpoint, wait_of(endpoint, SECONDS)))
+    return (0, *order_by_wait(endpoint, SECONDS.wait(endpoint)))

@@ -26,6 +26,7 @@ STEP = 2048  # tokens of all prompts in one step: the default of --max-num-batch
 CHUNK = 512  # tokens of a prompt in one step: the default of --chunk-size, which workers do not tell
 MAX_KEPT = 4096  # workers
 MAX_MODELS = 256  # of time, which take some ten thousand bytes each
+MAX_PROMPTS = 1024  # predictions that are kept: those of a decision, and full chunks, which most prompts have in common
 ANSWER_TOKENS = 64  # of an answer that count when decode workers are compared: what all tokens cost there
 
 
@@ -37,6 +38,9 @@ class Costs(Protocol):
 
     def load(self, endpoint: Endpoint) -> float:
         """What a newcomer's answer loses by those that run beside it."""
+
+    def wait(self, endpoint: Endpoint) -> float:
+        """Until the worker comes to a new request, in either role: `queue`, and `load` if it decodes."""
 
     def margin(self, endpoint: Endpoint) -> float:
         """By how much a prefill worker has to be later before the work of `endpoint`'s prompt is done in place."""
@@ -64,6 +68,9 @@ class TokenCosts:
     def load(self, endpoint: Endpoint) -> float:
         return LOAD_COST * load_score(endpoint)
 
+    def wait(self, endpoint: Endpoint) -> float:
+        return self.queue(endpoint) + (self.load(endpoint) if endpoint.can_decode else 0)
+
     def margin(self, endpoint: Endpoint) -> float:  # noqa: ARG002
         return IN_PLACE_MARGIN
 
@@ -89,12 +96,17 @@ class SecondCosts:
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Endpoint, float, float]] = {}  # by address: of this endpoint, queue and load
         self._of_models: dict[int, tuple[BatchTime, float, float]] = {}  # by identity: margin, and one decode's step
+        self._prompts: dict[tuple[int, int, int], tuple[BatchTime, float]] = {}  # by identity, missing, cached tokens
 
     def queue(self, endpoint: Endpoint) -> float:
         return self._of(endpoint)[1]
 
     def load(self, endpoint: Endpoint) -> float:
         return self._of(endpoint)[2]
+
+    def wait(self, endpoint: Endpoint) -> float:
+        _, queue, load = self._of(endpoint)
+        return queue + load  # none of a worker that only prefills
 
     def _of(self, endpoint: Endpoint) -> tuple[Endpoint, float, float]:
         kept = self._kept.get(endpoint.address)
@@ -103,7 +115,7 @@ class SecondCosts:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             load = ANSWER_TOKENS * step_s(endpoint, num_more=1) if endpoint.can_decode else 0.0
-            kept = endpoint, self.prompt(endpoint, num_queued, 0), load
+            kept = endpoint, prompt_s(_time(endpoint), num_queued, 0), load
             self._kept[endpoint.address] = kept
         return kept
 
@@ -120,7 +132,13 @@ class SecondCosts:
         return self._of_model(_time(endpoint))[1]
 
     def prompt(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
-        return prompt_s(_time(endpoint), num_missing, num_cached)
+        time = _time(endpoint)
+        name = id(time), num_missing, num_cached
+        if (kept := self._prompts.get(name)) is None:
+            if len(self._prompts) >= MAX_PROMPTS:
+                self._prompts.clear()
+            kept = self._prompts[name] = time, prompt_s(time, num_missing, num_cached)
+        return kept[1]
 
     def in_place(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
         return sum(in_place_s(endpoint, num_missing, num_cached))
@@ -149,19 +167,9 @@ def all_know_their_times(endpoints: Sequence[Endpoint]) -> bool:
     return bool(endpoints)
 
 
-def wait_of(endpoint: Endpoint, costs: Costs) -> float:
-    """Until the worker comes to a new request, in either role."""
-    return costs.queue(endpoint) + (costs.load(endpoint) if endpoint.can_decode else 0)
-
-
 def decodes_of(endpoint: Endpoint, num_more: int = 0) -> StepShape:
     """A step of the requests that run on the worker, and of `num_more` like them; those that wait will run, too."""
-    load = endpoint.load
-    num = load.num_requests_running
-    context = max(0, load.num_blocks - load.num_free_blocks - load.num_cached_blocks) * endpoint.block_size
-    if num_more:
-        more = num_more + load.num_requests_waiting + endpoint.num_unreported
-        context, num = (context + more * context // num if num else 0), num + more
+    num, context = _decodes_of(endpoint, num_more)
     return StepShape(
         num_decodes=num,
         decode_context=context,
@@ -170,9 +178,21 @@ def decodes_of(endpoint: Endpoint, num_more: int = 0) -> StepShape:
     )
 
 
+def _decodes_of(endpoint: Endpoint, num_more: int) -> tuple[int, int]:
+    """(requests, tokens of their context)."""
+    load = endpoint.load
+    num = load.num_requests_running
+    context = max(0, load.num_blocks - load.num_free_blocks - load.num_cached_blocks) * endpoint.block_size
+    if num_more:
+        more = num_more + load.num_requests_waiting + endpoint.num_unreported
+        context, num = (context + more * context // num if num else 0), num + more
+    return num, context
+
+
 def step_s(endpoint: Endpoint, num_more: int = 0) -> float:
     """Seconds of such a step: the time between two tokens of each of them."""
-    return _time(endpoint).seconds(decodes_of(endpoint, num_more))
+    num, context = _decodes_of(endpoint, num_more)
+    return _time(endpoint).decode_seconds(num, context, context // num if num else 0)
 
 
 def prompt_s(time: BatchTime, num_tokens: int, past: int, beside: StepShape | None = None) -> float:
@@ -183,13 +203,25 @@ def prompt_s(time: BatchTime, num_tokens: int, past: int, beside: StepShape | No
     if num_tokens <= 0:
         return 0.0
     num_full, rest = divmod(num_tokens, CHUNK)
-    decodes = beside or NO_DECODES
     seconds = 0.0
     if num_full:
-        first = time.chunk_seconds(CHUNK, past, decodes)
-        last = time.chunk_seconds(CHUNK, past + (num_full - 1) * CHUNK, decodes) if num_full > 1 else first
+        first = _full_chunk_s(time, past, beside)
+        last = _full_chunk_s(time, past + (num_full - 1) * CHUNK, beside) if num_full > 1 else first
         seconds = num_full * (first + last) / 2
-    return seconds + (time.chunk_seconds(rest, past + num_full * CHUNK, decodes) if rest else 0.0)
+    return seconds + (time.chunk_seconds(rest, past + num_full * CHUNK, beside or NO_DECODES) if rest else 0.0)
+
+
+_full_chunks: dict[tuple[int, int], tuple[BatchTime, float]] = {}  # without decodes; by a model's identity, and `past`
+
+
+def _full_chunk_s(time: BatchTime, past: int, beside: StepShape | None) -> float:
+    if beside is not None:
+        return time.chunk_seconds(CHUNK, past, beside)
+    if (kept := _full_chunks.get((id(time), past))) is None:
+        if len(_full_chunks) >= MAX_PROMPTS:
+            _full_chunks.clear()
+        kept = _full_chunks[id(time), past] = time, time.chunk_seconds(CHUNK, past)
+    return kept[1]
 
 
 def in_place_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> tuple[float, float]:
@@ -218,22 +250,28 @@ def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s:
     if len(load.queued_by_slack) == len(SLACKS_S) and (left_s is not None or load.goes_by_slack):
         num_before = load.num_queued_prompt_tokens
         if left_s is not None:
-            num_before = _within(load.queued_by_slack, left_s - prompt_s(time, num_missing, num_cached))
+            num_before = _within(load.queued_by_slack, left_s - SECONDS.prompt(endpoint, num_missing, num_cached))
         queued_s = _steps_s(time, num_before + num_unreported, CHUNK, beside)
-        return queued_s + prompt_s(time, num_missing, num_cached, beside)
+        return queued_s + _alone_s(endpoint, num_missing, num_cached, beside)
     num_queued = load.num_queued_prompt_tokens + num_unreported
     if not load.num_queued_prompts and load.num_queued_prompt_tokens:  # a worker that does not tell
-        return _steps_s(time, num_queued, STEP, beside) + prompt_s(time, num_missing, num_cached, beside)
+        return _steps_s(time, num_queued, STEP, beside) + _alone_s(endpoint, num_missing, num_cached, beside)
     num_prompts = load.num_queued_prompts + (endpoint.num_unreported if num_unreported else 0)
     num_before = num_queued * max(num_prompts + 1 - STEP // CHUNK, 0) // max(num_prompts, 1)
     num_chunks = max(-(-num_missing // CHUNK), 1)
     num_sharing = min((num_queued - num_before) // num_chunks, STEP - CHUNK)  # tokens of others in each of its steps
-    alone_s = prompt_s(time, num_missing, num_cached, beside)
+    alone_s = _alone_s(endpoint, num_missing, num_cached, beside)
     if not num_sharing:
         return _steps_s(time, num_before, STEP, beside) + alone_s
     new = min(num_missing, CHUNK)
     longer_s = time.chunk_seconds(new + num_sharing, 0, beside) - time.chunk_seconds(new, 0, beside)
     return _steps_s(time, num_before, STEP, beside) + alone_s + num_chunks * longer_s
+
+
+def _alone_s(endpoint: Endpoint, num_missing: int, num_cached: int, beside: StepShape) -> float:
+    if beside is NO_DECODES:
+        return SECONDS.prompt(endpoint, num_missing, num_cached)
+    return prompt_s(_time(endpoint), num_missing, num_cached, beside)
 
 
 def _steps_s(time: BatchTime, num_tokens: int, most: int, beside: StepShape) -> float:

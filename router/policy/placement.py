@@ -55,12 +55,12 @@ def placement_of(
         )
     handoff = costs.handoff(prefill.endpoint, missing, cached, handoff_token_s)
     remote = prefill.wait + prefill.work + handoff
-    computing = costs.in_place(worker, missing, cached)
-    in_place = decode.wait + computing
     margin = costs.margin(worker)
 
     def reason() -> str:
         words = partial(cost_in_words, in_seconds=costs.in_seconds)
+        computing = costs.in_place(worker, missing, cached)
+        in_place = decode.wait + computing
         if not costs.in_seconds:
             return f"{missing} tokens are missing; remote costs {words(remote)}, in place {words(in_place)}"
         _, lost = in_place_s(worker, missing, cached)
@@ -70,6 +70,7 @@ def placement_of(
             f"computing {words(computing - lost)}, lost by its decodes {words(lost)})"
         )
 
-    if remote > in_place + margin:
+    # What computing in place costs is asked for only if it may matter: it takes long, and most fleets hand prompts over.
+    if remote > decode.wait + margin and remote > decode.wait + costs.in_place(worker, missing, cached) + margin:
         return Placement(True, reason, max(min_remote_tokens, missing + block_size))
     return Placement(False, reason, min_remote_tokens)

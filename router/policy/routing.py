@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 from common.errors import UnavailableError
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import LAST, Fleet, Group, Member
 from router.policy.base import NUM_RANKED, Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
-from router.policy.candidates import FleetCandidates
+from router.policy.candidates import FleetCandidates, PromptLevels
 from router.policy.costs import (
     ANSWER_TOKENS,
     HEDGE_QUEUE,
@@ -24,7 +25,6 @@ from router.policy.costs import (
     TOKENS,
     Costs,
     all_know_their_times,
-    wait_of,
 )
 from router.policy.first_token import Forecast, Way, in_time, way_of
 from router.policy.placement import Placement, placement_of
@@ -60,7 +60,8 @@ class RoutingPolicy:
         helpers = (
             () if request.in_place else [group.example.role for group in usable.groups if group.example.can_prefill]
         )
-        candidates = partial(FleetCandidates, request, fleet, costs=costs, turn=self._turn)
+        levels = PromptLevels(request, fleet)
+        candidates = partial(FleetCandidates, request, fleet, costs=costs, turn=self._turn, levels=levels)
         decode_candidates = candidates(
             decode_groups, roles=DECODES, work=partial(_decode_work, costs, helpers), without=without, only=only
         )
@@ -118,6 +119,8 @@ class _Sorted:
     usable: tuple[Group, ...]  # that can serve it in some role
     suspended: tuple[Group, ...]  # likewise, and left alone
     passed_over: PassedOver  # the workers of all others
+    decode: tuple[Group, ...]  # of `usable`
+    shortest: float  # tokens of the context of some group of `decode`
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,6 +137,8 @@ def _usable(request: RoutingRequest, fleet: Fleet) -> _Usable:
     """Suspended workers only if no other decode worker is left. Raises `UnavailableError` if none is left at all."""
     kind = request.fingerprint, request.parameters
     known = fleet.remembered(("usable", kind), partial(_sorted_by_use, request, fleet))
+    if known.decode and not request.tried and not known.suspended and request.num_tokens <= known.shortest:
+        return _Usable(known.usable, known.decode, (), known.passed_over)  # almost always
     tried = [one for one in fleet.incarnations(request.tried) if one.endpoint.can_decode]
     decode = _decode_groups(request, known.usable)
     groups, passed_over = known.usable, known.passed_over
@@ -162,8 +167,10 @@ def _usable(request: RoutingRequest, fleet: Fleet) -> _Usable:
 def _sorted_by_use(request: RoutingRequest, fleet: Fleet) -> _Sorted:
     reasons = {group: unusable(group.example, request) for group in fleet.groups}
     usable = [group for group, reason in reasons.items() if not reason]
+    not_suspended = tuple([group for group in usable if not group.example.suspended])
+    decode = tuple([group for group in not_suspended if group.example.can_decode])
     return _Sorted(
-        tuple([group for group in usable if not group.example.suspended]),
+        not_suspended,
         tuple([group for group in usable if group.example.suspended]),
         _lines(
             (at % LAST, one.address, reason)
@@ -171,6 +178,8 @@ def _sorted_by_use(request: RoutingRequest, fleet: Fleet) -> _Sorted:
             if reason
             for at, one in group.endpoints.items()
         ),
+        decode,
+        min([inf if (most := group.example.max_model_len) is None else most for group in decode], default=0),
     )
 
 
@@ -245,7 +254,7 @@ def _by_way(
 
 def _tokens_before_first(candidate: Candidate) -> float:
     """Tokens that a prefill worker computes until it is done with the prompt."""
-    return wait_of(candidate.endpoint, TOKENS) + candidate.num_missing_tokens
+    return TOKENS.wait(candidate.endpoint) + candidate.num_missing_tokens
 
 
 def _helping(decode: Endpoint, groups: Sequence[Group], num_tokens: int) -> list[Group]:
