@@ -146,9 +146,10 @@ class Fleet:
 
     def positions(self, groups: Sequence[Group]) -> list[int]:
         """Of all workers of these groups, ascending. Not to be changed."""
-        return self.remembered(
-            ("positions", *map(id, groups)), lambda: sorted(one for group in groups for one in group.endpoints)
-        )
+        name = "positions", *map(id, groups)
+        if (found := self._remembered.get(name)) is not None:
+            return cast("list[int]", found)
+        return self.remembered(name, lambda: sorted(one for group in groups for one in group.endpoints))
 
     def remembered(self, name: Hashable, find: Callable[[], ValueT]) -> ValueT:
         """What `find` returns, found anew only after a worker went from one group to another."""

@@ -12,7 +12,7 @@ fleet may have a thousand workers, so a ranking asks its candidates for the few 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -100,10 +100,11 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Candidate:
     """A worker that could take a request in one role, and what that would cost (`router.policy.costs`): in seconds, or
-    in tokens of prompt computed."""
+    in tokens of prompt computed. Not to be changed: frozen ones take four times as long to make, and a decision makes
+    ten."""
 
     endpoint: Endpoint
     num_cached_tokens: int  # leading tokens of the prompt whose KV it is thought to have
@@ -137,7 +138,7 @@ class Candidates(Sequence[Candidate]):
         """The first `num` by `router.policy.least_load.candidate_order`, then in this order."""
 
     @abstractmethod
-    def soonest_computed(self, num: int) -> Sequence[tuple[Candidate, float]]:
+    def soonest_computed(self, num: int) -> Iterator[tuple[Candidate, float]]:
         """The first `num` that would have a first token, each with about when: `router.policy.costs.first_token_s` of a
         prompt of one token, and `work`. Only if costs are in seconds."""
 

@@ -9,7 +9,7 @@ where nothing can come that is better than what was found.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from math import inf
@@ -50,16 +50,36 @@ class PromptLevels:
         return self
 
     def _find(self) -> None:
+        member_at, few = self._fleet.member, self.few
         for level in levels_of(self._request.cached_blocks):
             if len(level.workers) > FEW:
                 self.large.append(level)
-            else:
-                members = map(self._fleet.member, level.workers)
-                self.few += [(level.num_blocks, member) for member in members if member is not None]
+                continue
+            for address in level.workers:
+                if (member := member_at(address)) is not None:
+                    few.append((level.num_blocks, member))
 
 
 class FleetCandidates(Candidates):
     """Workers of some groups of a fleet."""
+
+    __slots__ = (
+        "_costs",
+        "_first",
+        "_fleet",
+        "_groups",
+        "_left_out",
+        "_levels",
+        "_num",
+        "_only",
+        "_positions",
+        "_request",
+        "_roles",
+        "_turn",
+        "_without",
+        "_work",
+        "_works",
+    )
 
     def __init__(
         self,
@@ -88,7 +108,7 @@ class FleetCandidates(Candidates):
         self._only = only
         self._works: dict[tuple[int, int], float] = {}
         self._positions = fleet.positions(groups) if only is None else [only]
-        self._left_out = sorted([bisect_left(self._positions, one) for one in without])
+        self._left_out = sorted([bisect_left(self._positions, one) for one in without]) if without else ()
         self._num = len(self._positions) - len(self._left_out)
         self._levels = levels
         self._turn = turn % self._num if self._num else 0
@@ -131,8 +151,9 @@ class FleetCandidates(Candidates):
             for _, _, _, _, position, cached, wait, work in found
         ]
 
-    def soonest_computed(self, num: int) -> Sequence[tuple[Candidate, float]]:
-        return [(self._candidate(one[4], one[5]), one[0]) for one in self._best(_by_first_token, num, with_work=True)]
+    def soonest_computed(self, num: int) -> Iterator[tuple[Candidate, float]]:
+        for one in self._best(_by_first_token, num, with_work=True):
+            yield self._candidate(one[4], one[5]), one[0]
 
     def least_loaded(self, num: int) -> Sequence[Candidate]:
         key = _by_load_in_seconds if self._costs.in_seconds else _by_load_in_tokens
@@ -287,7 +308,7 @@ def _is_of(address: str, only: Collection[str] | None, others: Sequence[Collecti
     """Whether it is one of `only`, or in none of `others`."""
     if only is not None:
         return address in only
-    for one in others:  # quicker than a generator
+    for one in others:  # noqa: SIM110 - quicker than a generator
         if address in one:
             return False
     return True

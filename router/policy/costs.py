@@ -96,6 +96,7 @@ class SecondCosts:
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Endpoint, float, float]] = {}  # by address: of this endpoint, queue and load
         self._of_models: dict[int, tuple[BatchTime, float, float]] = {}  # by identity: margin, and one decode's step
+        self._decodes: dict[str, tuple[Endpoint, StepShape]] = {}  # by address
         self._prompts: dict[tuple[int, int, int], tuple[BatchTime, float]] = {}  # by identity, missing, cached tokens
 
     def queue(self, endpoint: Endpoint) -> float:
@@ -118,6 +119,18 @@ class SecondCosts:
             kept = endpoint, prompt_s(_time(endpoint), num_queued, 0), load
             self._kept[endpoint.address] = kept
         return kept
+
+    def decodes(self, endpoint: Endpoint) -> StepShape:
+        """A step of the requests that run on the worker."""
+        kept = self._decodes.get(endpoint.address)
+        if kept is None or kept[0] is not endpoint:
+            if len(self._decodes) >= MAX_KEPT:
+                self._decodes.clear()
+            num, context = _decodes_of(endpoint, 0)
+            longest = context // num if num else 0
+            shape = StepShape(num_decodes=num, decode_context=context, longest_context=longest, num_head_rows=num)
+            kept = self._decodes[endpoint.address] = endpoint, shape
+        return kept[1]
 
     def _of_model(self, time: BatchTime) -> tuple[BatchTime, float, float]:
         if (kept := self._of_models.get(id(time))) is None:
@@ -152,7 +165,7 @@ class SecondCosts:
     def least_remote(self, decode: Endpoint, prefill: Endpoint, num_cached: int) -> int:
         """A prefill worker takes a step of its own at least."""
         asking_s = self._of_model(_time(prefill))[2]
-        return least_remote_tokens(_time(decode), decodes_of(decode), asking_s, past=num_cached, most=CHUNK)
+        return least_remote_tokens(_time(decode), self.decodes(decode), asking_s, past=num_cached, most=CHUNK)
 
 
 TOKENS = TokenCosts()
@@ -167,19 +180,8 @@ def all_know_their_times(endpoints: Sequence[Endpoint]) -> bool:
     return bool(endpoints)
 
 
-def decodes_of(endpoint: Endpoint, num_more: int = 0) -> StepShape:
-    """A step of the requests that run on the worker, and of `num_more` like them; those that wait will run, too."""
-    num, context = _decodes_of(endpoint, num_more)
-    return StepShape(
-        num_decodes=num,
-        decode_context=context,
-        longest_context=context // num if num else 0,
-        num_head_rows=num,
-    )
-
-
 def _decodes_of(endpoint: Endpoint, num_more: int) -> tuple[int, int]:
-    """(requests, tokens of their context)."""
+    """(requests, tokens of their context): those that run, and `num_more` like them; then those that wait run, too."""
     load = endpoint.load
     num = load.num_requests_running
     context = max(0, load.num_blocks - load.num_free_blocks - load.num_cached_blocks) * endpoint.block_size
@@ -190,7 +192,8 @@ def _decodes_of(endpoint: Endpoint, num_more: int) -> tuple[int, int]:
 
 
 def step_s(endpoint: Endpoint, num_more: int = 0) -> float:
-    """Seconds of such a step: the time between two tokens of each of them."""
+    """Seconds of a step of the requests that run on the worker, and of `num_more` like them; then those that wait run,
+    too. It is the time between two tokens of each."""
     num, context = _decodes_of(endpoint, num_more)
     return _time(endpoint).decode_seconds(num, context, context // num if num else 0)
 
@@ -211,7 +214,7 @@ def prompt_s(time: BatchTime, num_tokens: int, past: int, beside: StepShape | No
     return seconds + (time.chunk_seconds(rest, past + num_full * CHUNK, beside or NO_DECODES) if rest else 0.0)
 
 
-_full_chunks: dict[tuple[int, int], tuple[BatchTime, float]] = {}  # without decodes; by a model's identity, and `past`
+_full_chunks: dict[tuple[int, int], tuple[BatchTime, float]] = {}  # with no decodes; by a model's identity and `past`
 
 
 def _full_chunk_s(time: BatchTime, past: int, beside: StepShape | None) -> float:
@@ -228,7 +231,7 @@ def in_place_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> tuple[f
     """Seconds to compute the tokens beside the decodes of a worker, and seconds that these lose together. Every decode
     that runs there waits for as long as the prompt makes its steps longer. At least one does: the next request's, if
     none runs now."""
-    time, decodes = _time(endpoint), decodes_of(endpoint)
+    time, decodes = _time(endpoint), SECONDS.decodes(endpoint)
     with_prompt = prompt_s(time, num_missing, num_cached, decodes)
     if not decodes.num_decodes:
         return with_prompt, with_prompt
@@ -245,7 +248,7 @@ def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s:
     shares its steps with the others, which are thought to be equally long. By slack, one prompt comes after the other:
     first those that have to begin sooner.
     """
-    time, beside = _time(endpoint), decodes_of(endpoint) if endpoint.can_decode else NO_DECODES
+    time, beside = _time(endpoint), SECONDS.decodes(endpoint) if endpoint.can_decode else NO_DECODES
     load, num_unreported = endpoint.load, endpoint.num_unreported_tokens
     if len(load.queued_by_slack) == len(SLACKS_S) and (left_s is not None or load.goes_by_slack):
         num_before = load.num_queued_prompt_tokens

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import inf
 
 from router.policy.base import Candidate, Candidates, FirstTokenTarget, Late, cost_in_words
-from router.policy.costs import CHUNK, SECONDS, decodes_of, first_token_s, in_place_s
+from router.policy.costs import CHUNK, SECONDS, first_token_s, in_place_s
 
 NUM_LOOKED_AT = 8  # workers of one role, at most
 
@@ -114,7 +114,7 @@ def _leaves_time(one: Candidate, token_s: float | None) -> bool:
     time = one.endpoint.batch_time
     if token_s is None or time is None or not one.endpoint.can_decode:
         return True
-    decodes = decodes_of(one.endpoint)
+    decodes = SECONDS.decodes(one.endpoint)
     num_new = min(one.num_missing_tokens, CHUNK)
     return not decodes.num_decodes or time.chunk_seconds(num_new, one.num_cached_tokens, decodes) <= token_s
 

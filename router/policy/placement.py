@@ -70,7 +70,7 @@ def placement_of(
             f"computing {words(computing - lost)}, lost by its decodes {words(lost)})"
         )
 
-    # What computing in place costs is asked for only if it may matter: it takes long, and most fleets hand prompts over.
+    # What computing in place costs takes long to find, and rarely matters.
     if remote > decode.wait + margin and remote > decode.wait + costs.in_place(worker, missing, cached) + margin:
         return Placement(True, reason, max(min_remote_tokens, missing + block_size))
     return Placement(False, reason, min_remote_tokens)

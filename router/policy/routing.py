@@ -56,10 +56,8 @@ class RoutingPolicy:
             only, without = beside.position, ()
             passed_over = (*passed_over, (beside.endpoint.address, "other answers to this prompt are there"))
 
-        costs: Costs = SECONDS if all_know_their_times([group.example for group in usable.groups]) else TOKENS
-        helpers = (
-            () if request.in_place else [group.example.role for group in usable.groups if group.example.can_prefill]
-        )
+        costs: Costs = SECONDS if usable.know_times else TOKENS
+        helpers = () if request.in_place else usable.helpers
         levels = PromptLevels(request, fleet)
         candidates = partial(FleetCandidates, request, fleet, costs=costs, turn=self._turn, levels=levels)
         decode_candidates = candidates(
@@ -119,26 +117,32 @@ class _Sorted:
     usable: tuple[Group, ...]  # that can serve it in some role
     suspended: tuple[Group, ...]  # likewise, and left alone
     passed_over: PassedOver  # the workers of all others
-    decode: tuple[Group, ...]  # of `usable`
-    shortest: float  # tokens of the context of some group of `decode`
+    usual: _Usable | None  # of a request that nobody has tried; None if that depends on more
+    shortest: float  # tokens: `usual` is that of requests which are no longer
 
 
-@dataclass(slots=True, frozen=True)
 class _Usable:
     """Where a request can go."""
 
-    groups: tuple[Group, ...]  # in some role
-    decode: tuple[Group, ...]  # of these, decode workers that have room for it
-    tried: Collection[int]  # positions of workers of `decode` that failed it
-    passed_over: PassedOver
+    __slots__ = ("decode", "groups", "helpers", "know_times", "passed_over", "tried")
+
+    def __init__(
+        self, groups: Sequence[Group], decode: Sequence[Group], tried: Collection[int], passed_over: PassedOver
+    ) -> None:
+        self.groups = groups  # in some role
+        self.decode = decode  # of these, decode workers that have room for it
+        self.tried = tried  # positions of workers of `decode` that failed it
+        self.passed_over = passed_over
+        self.helpers = tuple([group.example.role for group in groups if group.example.can_prefill])
+        self.know_times = all_know_their_times([group.example for group in groups])
 
 
 def _usable(request: RoutingRequest, fleet: Fleet) -> _Usable:
     """Suspended workers only if no other decode worker is left. Raises `UnavailableError` if none is left at all."""
     kind = request.fingerprint, request.parameters
     known = fleet.remembered(("usable", kind), partial(_sorted_by_use, request, fleet))
-    if known.decode and not request.tried and not known.suspended and request.num_tokens <= known.shortest:
-        return _Usable(known.usable, known.decode, (), known.passed_over)  # almost always
+    if known.usual is not None and not request.tried and request.num_tokens <= known.shortest:
+        return known.usual
     tried = [one for one in fleet.incarnations(request.tried) if one.endpoint.can_decode]
     decode = _decode_groups(request, known.usable)
     groups, passed_over = known.usable, known.passed_over
@@ -168,18 +172,18 @@ def _sorted_by_use(request: RoutingRequest, fleet: Fleet) -> _Sorted:
     reasons = {group: unusable(group.example, request) for group in fleet.groups}
     usable = [group for group, reason in reasons.items() if not reason]
     not_suspended = tuple([group for group in usable if not group.example.suspended])
+    suspended = tuple([group for group in usable if group.example.suspended])
+    passed_over = _lines(
+        (at % LAST, one.address, reason)
+        for group, reason in reasons.items()
+        if reason
+        for at, one in group.endpoints.items()
+    )
     decode = tuple([group for group in not_suspended if group.example.can_decode])
+    contexts = [group.example.max_model_len for group in decode]
+    usual = _Usable(not_suspended, decode, (), passed_over) if decode and not suspended else None
     return _Sorted(
-        not_suspended,
-        tuple([group for group in usable if group.example.suspended]),
-        _lines(
-            (at % LAST, one.address, reason)
-            for group, reason in reasons.items()
-            if reason
-            for at, one in group.endpoints.items()
-        ),
-        decode,
-        min([inf if (most := group.example.max_model_len) is None else most for group in decode], default=0),
+        not_suspended, suspended, passed_over, usual, min([one for one in contexts if one is not None], default=inf)
     )
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import overload
 
 from common.errors import UnavailableError
 from common.types import WorkerRole
 from router.fleet.endpoint import Endpoint
-from router.policy.base import Candidate, Reasons, RoutingDecision, RoutingRequest
-from router.policy.costs import HEDGE_QUEUE, MOVE_COST, TOKENS, Costs, SecondCosts, all_know_their_times, step_s
-from router.policy.least_load import candidate_order, load_in_words, load_score
+from router.policy.base import Candidate, Candidates, Reasons, RoutingDecision, RoutingRequest
+from router.policy.costs import (
+    HEDGE_QUEUE,
+    MOVE_COST,
+    TOKENS,
+    Costs,
+    SecondCosts,
+    all_know_their_times,
+    first_token_s,
+    step_s,
+)
+from router.policy.first_token import in_time, way_of
+from router.policy.least_load import candidate_order, load_in_words, load_order, load_score
 from router.policy.placement import Placement, placement_of
-from router.policy.routing import fits, unusable
+from router.policy.routing import _by_way, fits, unusable
 from router.policy.session import MAX_OVER_MEAN, SLACK
 
 MAX_PREFILL_WORKERS = 3
@@ -85,6 +97,43 @@ def _weight(session: str, address: str) -> bytes:
     return hashlib.blake2b(f"{session}\0{address}".encode(), digest_size=8).digest()
 
 
+class PlainCandidates(Candidates):
+    """Of a list, in its order. Only what a request with a target asks for."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        return self._candidates[index]
+
+    def soonest_computed(self, num: int) -> Iterator[tuple[Candidate, float]]:
+        timed = [(one, first_token_s(one.endpoint, 1, 0, inf) + one.work) for one in self._candidates]
+        return iter(sorted(timed, key=lambda one: (one[1], *load_order(one[0].endpoint)))[:num])
+
+    def soonest(self, num: int) -> Sequence[Candidate]:
+        raise NotImplementedError
+
+    least_loaded = soonest
+
+    def of(self, address: str) -> Candidate | None:
+        raise NotImplementedError
+
+    @property
+    def mean_load(self) -> float:
+        raise NotImplementedError
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        raise NotImplementedError
+
+
 class PlainPolicy:
     def __init__(
         self, prefill: str, decode: str, *, min_remote_tokens: int = 0, hedges: bool = False, seed: int = 0
@@ -128,11 +177,23 @@ class PlainPolicy:
             placement = Placement(True, _all_in_place, 0, is_final=True)
         else:
             first = asked[0] if asked else None
-            placement = placement_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens, costs)
-        self._rotation += 1
+            least, handoff_s = self._min_remote_tokens, request.handoff_token_s
+            placement = placement_of(request.num_prompt_tokens, decode, first, least, costs, handoff_s)
         choices = [_choice("decode", ranked), _choice_of_placement(placement)]
         if asked and not placement.in_place:
             choices.append(_choice("prefill", ranked_prefill))
+        forecast = None
+        if request.first_token is not None and costs.in_seconds:
+            chosen = way_of(decode, None if placement.in_place or not asked else asked[0], request.first_token)
+            is_long = decode.num_missing_tokens >= max(self._min_remote_tokens, decode.endpoint.block_size)
+            helping_now = PlainCandidates([_prefill_candidate(request, e, costs) for e in prefill_workers])
+            alone = PlainCandidates([_prefill_candidate(request, e, costs) for e in self._rotated(decode_workers)])
+            may_help = helping_now if is_long and asked else None
+            forecast = in_time(request.first_token, chosen, may_help, lambda: alone, request.handoff_token_s)
+            choices.append(forecast.reason)
+            if forecast.way is not chosen:
+                decode, asked, placement = _by_way(forecast.way, decode, asked, placement)
+        self._rotation += 1
         computing = decode if placement.in_place or not asked else asked[0]
         return RoutingDecision(
             decode=decode.endpoint,
@@ -146,6 +207,8 @@ class PlainPolicy:
             prefill_s=asked[0].wait + asked[0].work if asked and costs.in_seconds else None,
             step_s=step_s(decode.endpoint, num_more=1) if costs.in_seconds else None,
             may_hedge=self._hedges and not placement.in_place and _may_hedge(asked, costs),
+            first_token_s=None if forecast is None else forecast.way.first_token_s,
+            late=None if forecast is None else forecast.late,
         )
 
     def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from common.batch_time import FEATURES, BatchTime, BatchTimeKey, Regime, RegimeTime, Table
 from common.errors import UnavailableError
-from common.types import WorkerLoad, WorkerRole, WorkerState
+from common.types import SLACKS_S, WorkerLoad, WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_index import PrefixIndex
 from router.policy import candidates
-from router.policy.base import RoutingDecision, RoutingRequest
+from router.policy.base import FirstTokenTarget, RoutingDecision, RoutingRequest
 from router.policy.candidates import FEW, _Walk
 from router.policy.embedding import least_loaded
 from router.policy.registry import create_policy
@@ -66,7 +66,10 @@ def busy(draw: Random, one: Endpoint) -> Endpoint:
         num_requests_waiting=draw.choice((0, 0, 0, 1)),
         num_blocks=100,
         num_free_blocks=draw.choice((0, 99, 100)),
-        num_queued_prompt_tokens=draw.choice((0, 0, 1, 100, 5000)),
+        num_queued_prompt_tokens=(num_queued := draw.choice((0, 0, 1, 100, 5000))),
+        num_queued_prompts=draw.choice((0, -(-num_queued // 200), -(-num_queued // 1000))),
+        goes_by_slack=draw.choice((True, False)),
+        queued_by_slack=draw.choice(((), tuple(sorted(draw.randint(0, num_queued) for _ in SLACKS_S)))),
     )
     unreported = draw.choice((0, 0, 1))
     return replace(one, load=load, num_unreported=unreported, num_unreported_tokens=unreported * draw.choice((7, 500)))
@@ -101,7 +104,14 @@ def wanted(draw: Random, workers: Sequence[Endpoint]) -> RoutingRequest:
         parameters=frozenset(("guided",)) if not draw.randrange(USUAL) else frozenset(),
         beside=draw.choice(workers).incarnation if workers and not draw.randrange(USUAL // 2) else None,
         in_place=not draw.randrange(USUAL),
+        first_token=draw.choice((None, target(draw))),
+        handoff_token_s=draw.choice((None, 1e-4)),
     )
+
+
+def target(draw: Random) -> FirstTokenTarget:
+    left_s, token_s = draw.choice((-1.0, 0.01, 0.1, 0.5, 60.0)), draw.choice((None, 0.01, 0.05, 1.0))
+    return FirstTokenTarget(left_s, token_s, low=draw.choice((0.8, 1.0)), high=draw.choice((1.0, 1.2)))
 
 
 def depths(draw: Random, workers: Sequence[Endpoint]) -> dict[str, int]:
