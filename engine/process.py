@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -271,7 +272,7 @@ class _Loop:
         with self._profiler.step(output):
             self._is_busy = self._core.end(self._core.begin(output), self._pass_messages)
         now = time.monotonic()
-        load = self._reporter.due(self._core.load, now)
+        load = self._reporter.due(lambda: self._core.load, now)
         self._send(
             [
                 *([m.LoadChanged(load)] if load is not None else []),
@@ -305,24 +306,29 @@ class _Loop:
 
 
 class _LoadReporter:
-    """Reports load at once, then on change, at most every LOAD_INTERVAL_S."""
+    """Looks at the load at once, then after each turn, at most every LOAD_INTERVAL_S, and reports what has changed. A
+    look goes through all that waits, so it is not made at each step."""
 
     def __init__(self) -> None:
         self._last: WorkerLoad | None = None
-        self._last_time = 0.0
-        self._is_pending = False
+        self._looked_at = -math.inf
+        self._is_pending = False  # something was done since
 
     def ms_until_due(self, now: float) -> int:
-        """How long the engine may sleep before load has to be reported, if nothing else wakes it."""
-        due_s = self._last_time + LOAD_INTERVAL_S - now if self._is_pending else IDLE_POLL_S
+        """How long the engine may sleep before it has to look at the load, if nothing else wakes it."""
+        due_s = self._looked_at + LOAD_INTERVAL_S - now if self._is_pending else IDLE_POLL_S
         return max(int(due_s * 1000), 1)
 
-    def due(self, load: WorkerLoad, now: float) -> WorkerLoad | None:
+    def due(self, look: Callable[[], WorkerLoad], now: float) -> WorkerLoad | None:
         """The load if it has to be reported now."""
-        self._is_pending = load != self._last
-        if not self._is_pending or now - self._last_time < LOAD_INTERVAL_S:
+        self._is_pending = now - self._looked_at < LOAD_INTERVAL_S
+        if self._is_pending:
             return None
-        self._last, self._last_time, self._is_pending = load, now, False
+        self._looked_at = now
+        load = look()
+        if load == self._last:
+            return None
+        self._last = load
         return load
 
 

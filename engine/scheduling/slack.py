@@ -143,7 +143,8 @@ class SlackPolicy:
         if request.num_output_tokens and pace.num_tokens:  # preempted
             pace.due = pace.next_due if pace.tpot_s is not None else pace.token_at + RESUME_S
             pace.has_target, pace.is_late, pace.overdue_at = pace.tpot_s is not None, False, pace.due
-        self._predict_work(request, pace)
+        if pace.has_target:  # the place of best effort in the order does not depend on its work
+            self._predict_work(request, pace)
         if request.scheduled_time is None and not request.num_output_tokens and not request.is_follow_up:
             self._watch(request, pace)
 
