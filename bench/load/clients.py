@@ -14,6 +14,7 @@ import grpc
 from bench.load.http import READ_BYTES, HttpConnections, content, request
 from common.errors import InternalError
 from common.grpc.status import error_of_call
+from common.targets import LatencyTargets
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 _END = b"0\r\n\r\n"
@@ -27,6 +28,7 @@ class Request:
     model: str = ""
     is_streamed: bool = True  # REST; gRPC always streams
     options: Mapping[str, float | bool] = field(default_factory=dict)  # sampling parameters, by their name
+    targets: LatencyTargets | None = None  # of a completion over gRPC
 
 
 class RefusedError(InternalError):
@@ -128,6 +130,8 @@ class GrpcClient:
                 prompt_token_ids=() if is_text else request.prompt,  # type: ignore[arg-type]
                 sampling_params=params,
             )
+            if (targets := request.targets) is not None:
+                generate.slo.CopyFrom(types_pb2.LatencyTargets(ttft_ms=targets.ttft_ms, tpot_ms=targets.tpot_ms))
             call = self._stub.Generate(generate, metadata=self._metadata)
         try:
             async for response in call:
