@@ -263,8 +263,9 @@ class BatchTime:
         first, last = bisect_right(knots, num_tokens + 1), bisect_left(knots, num_tokens + most)
         while first < last:
             middle = (first + last) // 2
-            new = int(knots[middle]) - num_tokens
-            if fits(new):
+            new = int(knot := knots[middle]) - num_tokens
+            at = layers.seconds[middle] if num_tokens + new == knot else layers.at(num_tokens + new)
+            if at + pairs * (new * past + new * (new + 1) * 0.5) <= left:
                 low, first = new, middle + 1
             else:
                 high, last = new, middle
