@@ -183,14 +183,14 @@ def child(name: str, arguments: Sequence[str]) -> int:
     """`baton` with these arguments; its router decides as `name` says."""
     make = stack_plan.baton_command
 
-    def command(what: str, settings: Settings) -> list[str]:
-        found = make(what, settings)
-        return [sys.executable, "-m", "bench.decide", CHILD, name, *found[3:]] if what == "router" else found
+    def own_command(command: str, settings: Settings) -> list[str]:
+        found = make(command, settings)
+        return [sys.executable, "-m", "bench.decide", CHILD, name, *found[3:]] if command == "router" else found
 
     if arguments[0] == "router":
         decide_as(name)
     else:
-        stack_plan.baton_command = command
+        stack_plan.baton_command = own_command
     return baton(arguments)
 
 

@@ -52,14 +52,14 @@ LATE_WAYS = (
     Way("by slack, refusing", False, "slo", has_targets=True, slo_late="refuse"),
 )
 
-_PICK, _KNOW_TIMES = routing.RoutingPolicy.pick, routing.all_know_their_times
+_PICK, _KNOW_TIMES = routing.RoutingPolicy.pick, vars(routing)["all_know_their_times"]
 
 
 def decide_as(name: str) -> None:
     """Has the routers of this process decide `in tokens`, or so and `always remote`; if empty, in their own way."""
-    is_remote = name == "always remote"
-    routing.all_know_their_times = (lambda _: False) if name else _KNOW_TIMES
-    routing.RoutingPolicy.pick = _always_remote if is_remote else _PICK  # type: ignore[method-assign]
+    vars(routing)["all_know_their_times"] = (lambda _: False) if name else _KNOW_TIMES
+    pick = _always_remote if name == "always remote" else _PICK
+    routing.RoutingPolicy.pick = pick  # type: ignore[assignment,method-assign]
 
 
 def _always_remote(

@@ -195,7 +195,8 @@ class FleetCandidates(Candidates):
             one = self._candidate(self._only)
             return [(0.0, 0.0, 0.0, False, self._only, one.num_cached_tokens, one.wait, one.work)]
         walk = _Walk(num, self._first, set(self._without))
-        groups, large, few = self._groups, (), []
+        groups, few = self._groups, list[tuple[int, Member]]()
+        large: Sequence[Level] = ()
         if with_work:
             levels = self._levels.known()
             large = levels.large
