@@ -2,13 +2,20 @@
 
 A step is `schedule -> compute -> update`. Between steps come commands and the results of KV transfers. The engine
 never waits for a transfer: a request that needs remote KV is not scheduled until its blocks are here.
+
+With `run_ahead` a step of decodes is begun before the last one has ended, so that the device need not wait for this
+thread. Nothing else is decided while a step is under way: it waits for the end, as it does without `run_ahead`.
+
+    begin n | prepare n+1, begin n+1 | end n, its tokens go out | prepare n+2, begin n+2 | end n+1 | ...
+    device:   nnnnnnnnnnnnnnnnnnnnnnnnn n+1 n+1 n+1 n+1 n+1 n+1 n+1 n+1 n+1 n+2 n+2 ...
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -45,6 +52,8 @@ from kv_store.base import KVConnector
 from kv_store.no_store import NoStore
 
 log = logging.getLogger(__name__)
+
+MAX_AHEAD = 16  # steps begun ahead in a row: housekeeping, which comes between steps, waits no longer
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,6 +157,10 @@ class EngineCore:
             if drafter is None
             else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, info.free_rows, batch_time)
         )
+        self._under_way: deque[BegunStep] = deque()  # two at most
+        self._num_ahead = 0  # steps begun ahead since a step was last decided with none under way
+        self._runs_ahead = settings.run_ahead and self._speculation is None  # a guess needs the token before
+        self.may_run_ahead: Callable[[], bool] = lambda: True  # may be set
         for one in self._connectors:
             (plane,) = device.planes()
             one.register_kv_cache(plane.cache, plane.spec, wake)
@@ -231,8 +244,12 @@ class EngineCore:
     def prepare(self) -> SchedulerOutput:
         """First part: takes in finished transfers, decides the batch, starts transfers.
 
-        Its events should be sent before the step ends, which may take long.
+        Its events should be sent before the step ends, which may take long. If a step is under way, decides the one
+        after it, or nothing yet.
         """
+        if self._under_way:
+            return self._prepare_ahead()
+        self._num_ahead = 0
         self._queue_ready()
         self.take_in_transfers()
         now = self._clock()
@@ -242,6 +259,20 @@ class EngineCore:
         self.take_in_transfers()  # P2P publications are ready at once
         self._housekeeping.rest(now)
         return output
+
+    def _prepare_ahead(self) -> SchedulerOutput:
+        self._queue_ready()
+        self.take_in_transfers()
+        if self._num_ahead >= MAX_AHEAD or not self._goes_ahead or self.remote_kv.has_prefetches:
+            return SchedulerOutput()
+        output = self.scheduler.schedule_ahead(self._under_way[-1].output)
+        if output.host_copies:
+            self._device.copy(output.host_copies)
+        return output
+
+    @property
+    def _goes_ahead(self) -> bool:
+        return self._runs_ahead and self.may_run_ahead()
 
     def begin_remote(self) -> None:
         """Admits newcomers whose prompt a prefill worker has to compute. Called in mid-step, so that the worker hears
@@ -266,20 +297,29 @@ class EngineCore:
             return BegunStep(output, is_busy=has_ended or (bool(output.preempted) and self.scheduler.has_work))
         written = output.written_blocks(self.blocks.block_size)
         traced = self._first_steps(output) if self._traced else ()
+        before = self._under_way[-1].computed if self._under_way else None
         self.blocks.hold(written)
         try:
-            return BegunStep(output, written, self._forward.begin(output), traced, is_busy=True)
+            begun = BegunStep(output, written, self._forward.begin(output, before), traced, is_busy=True)
         except BaseException:
             self._unhold(written)
             raise
+        self._num_ahead += before is not None
+        self._under_way.append(begun)
+        return begun
 
     def end(self, begun: BegunStep, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Third part: waits for what `begin` began, once. Returns False if there was nothing to compute and the next
-        step would find nothing either, until time passes or a message comes.
+        """Third part: waits for what `begin` began, once, or for the step before that if the engine runs ahead. Returns
+        False if there was nothing to compute and the next step would find nothing either, until time passes or a
+        message comes.
 
         `meanwhile` is called many times in mid-step and may call `handle`, `take_in_transfers`, `begin_remote` and
         `take_events`.
         """
+        if begun.computed is not None and len(self._under_way) == 1 and self._goes_ahead:
+            return True  # the next one is begun first
+        if self._under_way:
+            begun = self._under_way.popleft()
         if begun.computed is None:
             return begun.is_busy
         try:
@@ -289,6 +329,10 @@ class EngineCore:
         if begun.traced:
             now = self._clock()
             self._events += [msgspec.structs.replace(step, end=now) for step in begun.traced]
+            if self._under_way:  # the device begins with it now
+                after = self._under_way.popleft()
+                started = [msgspec.structs.replace(step, start=now) for step in after.traced]
+                self._under_way.appendleft(replace(after, traced=started))
         result = self.scheduler.update(begun.output, tokens)
         if result.publishes:
             self.remote_kv.publish(result.publishes)
@@ -316,11 +360,11 @@ class EngineCore:
                 start=now,
                 end=now,
                 num_tokens=num_new,
-                num_computed_tokens=request.num_computed_tokens,
+                num_computed_tokens=output.start(request),
                 num_requests=len(output.num_tokens),
             )
             for request, num_new in output.num_tokens.items()
-            if request.request_id in self._traced and request.num_computed_tokens <= request.num_prompt_tokens
+            if request.request_id in self._traced and output.start(request) <= request.num_prompt_tokens
         ]
 
     def _unhold(self, block_ids: Sequence[int]) -> None:
@@ -350,7 +394,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self._arrivals) > 0
+        is_ahead = self._runs_ahead and bool(self._under_way)
+        return self.scheduler.has_work or len(self._arrivals) > 0 or is_ahead
 
     @property
     def load(self) -> WorkerLoad:

@@ -18,7 +18,7 @@ from engine.sampling.guide import Guide, GuideError, make_masks
 from engine.sampling.prompt_scores import MAX_EVENT_TOKENS, next_scores
 from engine.scheduling.schedule import SchedulerOutput
 from engine.speculation.checks import DraftedToken, accepted_tokens, checked_tokens
-from engine.step import StepInput, StepOutput, StepRow
+from engine.step import Drawn, StepInput, StepOutput, StepRow
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,11 @@ class ForwardPass:
         self._stop = stop
         self._emit = emit
 
-    def begin(self, output: SchedulerOutput) -> Pass:
-        """Begins to compute the new tokens of each request of `output.num_tokens`."""
+    def begin(self, output: SchedulerOutput, before: Pass | None = None) -> Pass:
+        """Begins to compute the new tokens of each request of `output.num_tokens`. `before`: the step under way, if
+        there is one; each row then begins with the token that its request is given there."""
+        if before is not None:
+            return self._begin_after(output, before)
         last = {request for request, num_new in output.num_tokens.items() if num_new == request.num_missing_tokens}
         guided = [request for request in output.num_tokens if request.guide is not None and request in last]
         strays = self._follow_grammars(guided) if guided else {}
@@ -69,12 +72,31 @@ class ForwardPass:
             *(self._row(request, num_new, masks) for request, num_new in output.num_tokens.items()),
             *(self._drafted_row(request, one, masks) for request, one in drafted),
         ]
-        for request in last:
-            request.num_pending = 1 + len(checks.get(request, ()))
         ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
+        for request in last:
+            request.num_pending += 1 + len(checks.get(request, ()))
         requests = list(output.num_tokens)
         embeds = any(request.embed is not None for request in requests)
         return Pass(ticket, requests, strays, checks, last, embeds)
+
+    def _begin_after(self, output: SchedulerOutput, before: Pass) -> Pass:
+        number = before.ticket.number
+        drawn = {request: Drawn(number, row) for row, request in enumerate(before.requests)}
+        rows = [
+            StepRow(
+                token_ids=[0],
+                num_computed_tokens=output.start(request),
+                block_ids=request.block_ids,
+                draw=draw(request.sampling_params, request.num_output_tokens + 1),
+                first=drawn[request],
+            )
+            for request in output.num_tokens
+        ]
+        ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
+        for request in output.num_tokens:
+            request.num_pending += 1
+        requests = list(output.num_tokens)
+        return Pass(ticket, requests, strays={}, checks={}, drawing=set(requests), embeds=False)
 
     def end(self, begun: Pass, meanwhile: Callable[[], None]) -> list[list[SampledToken]]:
         """Waits for the pass: the tokens of each of its requests, in order. A request whose row failed fails."""
@@ -83,8 +105,12 @@ class ForwardPass:
         rows = {request: list(islice(drawn, len(ones))) for request, ones in begun.checks.items()}
         tokens: list[list[SampledToken]] = []
         for row, request in enumerate(begun.requests):
-            request.num_pending = 0
             of_drafts = rows.get(request, [])
+            if request in begun.drawing:
+                request.num_pending -= 1 + len(of_drafts)
+            if request.status is not RequestStatus.RUNNING:  # it ended while the step was under way, or before that
+                tokens.append([])
+                continue
             if any(place in output.failures for place in (row, *of_drafts)):
                 # One batch is lost, not the worker: its requests fail with their ids, all others go on.
                 self._fail(request, "INTERNAL", "the engine failed to compute this request")
@@ -153,7 +179,7 @@ class ForwardPass:
         """Keeps with the request what came beside its token, or reports it."""
         if row in output.pooled:
             add_pooled(request, output.pooled[row])
-        if row in output.scores and request.status is RequestStatus.RUNNING:  # else it was aborted in mid-step
+        if row in output.scores:
             scores = output.scores[row]
             for start in range(0, len(scores), MAX_EVENT_TOKENS):
                 self._emit(m.PromptScored(request.request_id, scores[start : start + MAX_EVENT_TOKENS]))

@@ -129,6 +129,7 @@ def _pin(cores: Sequence[int]) -> bool:
 def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:
     """Loads the model, then: commands in, one step, events out, for ever."""
     from engine.core import EngineCore
+    from engine.device_thread import DeviceThread
     from engine.devices import load_drafter, open_device
     from engine.learning.report import BatchTimeReporter
     from engine.learning.start import start_learning
@@ -163,9 +164,12 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     profiler = StepProfiler(device.info.device, wakeup.set)
     observed.is_profiled = profiler.is_on
     commands = _Commands(socket, profiler)
+    outer: Device = _recorded(observed, settings) if settings.record_steps else observed
+    if settings.run_ahead and settings.device != SIMULATED:  # which computes in no time
+        outer = DeviceThread(outer, is_inline=profiler.is_on)
     core = EngineCore(
         settings,
-        _recorded(observed, settings) if settings.record_steps else observed,
+        outer,
         connector,
         time.monotonic,
         wakeup.set,
@@ -177,6 +181,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     socket.send(m.encode([core.ready()]))
     compile_grammar.start()  # it reads the tokenizer, too: not while everything else starts
+    core.may_run_ahead = lambda: not profiler.has_trace
     loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner), profiler)
     while True:
         loop.turn()

@@ -58,6 +58,11 @@ class StepProfiler:
         self._news: SimpleQueue[m.StepsProfiled] = SimpleQueue()
         self._num_writing = 0
 
+    @property
+    def has_trace(self) -> bool:
+        """Whether the next step is traced."""
+        return self._trace is not None
+
     def is_on(self) -> bool:
         """Whether a step that runs now is traced."""
         return self._trace is not None and self._trace.profile is not None

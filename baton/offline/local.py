@@ -167,7 +167,7 @@ class LocalEngine:
 
     def _make_core(self) -> EngineCore:
         return EngineCore(
-            self._settings,
+            self._settings.model_copy(update={"run_ahead": False}),  # this thread computes: it has nothing to do beside
             self._device,
             NoStore(),
             time.monotonic,

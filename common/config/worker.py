@@ -71,6 +71,11 @@ class EngineSettings(ModelSettings):
     enforce_eager: bool = Field(
         False, description="never replay recorded CUDA graphs, which decode steps take where FlashInfer is"
     )
+    run_ahead: bool = Field(
+        False,
+        description="begin a step of decodes before the one before it has ended, on a thread of its own, so that the "
+        "device need not wait for the engine between steps; no answer changes (docs/architecture.md)",
+    )
     max_model_len: Positive | None = Field(None, description="prompt and answer tokens; the model's own if unset")
     max_num_seqs: Positive = Field(64, description="requests in one batch")
     max_num_batched_tokens: Positive = Field(2048, description="tokens in one engine step")

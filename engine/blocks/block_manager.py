@@ -176,10 +176,14 @@ class BlockManager:
         num_revived = sum(self.pool.is_cached(block_id) for block_id in shared)
         return num_blocks - len(shared) <= self.num_available_blocks - num_revived
 
+    def num_lacking(self, request: Request, num_tokens: int) -> int:
+        """How many blocks `append` would take."""
+        return max(self.blocks_for(num_tokens) - len(request.block_ids), 0)
+
     def append(self, request: Request, num_tokens: int) -> bool:
         """Grows the block table to hold `num_tokens`; all or nothing."""
-        num_new = self.blocks_for(num_tokens) - len(request.block_ids)
-        if num_new <= 0:
+        num_new = self.num_lacking(request, num_tokens)
+        if not num_new:
             return True
         if num_new > self.num_available_blocks:
             return False

@@ -55,6 +55,8 @@ class ObservedDevice(Device):
 
     def begin(self, step: StepInput) -> Ticket:
         host_s = None if self._ended_at is None else self._clock() - self._ended_at
+        if self._begun:  # a step is under way: the device goes on with this one at once
+            host_s = 0.0
         is_clean = host_s is not None and host_s <= IDLE_S and not self._has_copied
         self._has_copied = False
         ticket = self._device.begin(step)

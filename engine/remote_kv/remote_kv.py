@@ -134,6 +134,11 @@ class RemoteKV:
         has_news = room.touched or room.may_have_effects
         return not (is_moving or has_news or (self._store.keeps_blocks and self._blocks.write_back))
 
+    @property
+    def has_prefetches(self) -> bool:
+        """Whether `go_on_prefetching` has something to go on with."""
+        return bool(self._prefetches.waiting)
+
     def take_in(self, read_commands: Callable[[], None]) -> list[str]:
         """Takes in what transfers have brought. `read_commands` handles the front's messages: the end of a lease that
         came before a result makes that result worthless. Safe at any time between two calls, also in mid-step.

@@ -49,6 +49,13 @@ class SchedulerOutput:
     displaced: Request | None = None  # one of them, for its place rather than its blocks
     late: list[LateRequest] = field(default_factory=list)
     names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
+    # Of a step that was decided before the last one had ended (`Scheduler.schedule_ahead`): how many new tokens each of
+    # its requests has in that one. This step's token comes after those.
+    after: dict[Request, int] = field(default_factory=dict)
+
+    def start(self, request: Request) -> int:
+        """The position of the first token that this step computes of one of its requests."""
+        return request.num_computed_tokens + self.after.get(request, 0)
 
     def drop_ended(self) -> bool:
         """Leaves out requests that were released since they were scheduled. Returns whether there were any."""
@@ -64,8 +71,8 @@ class SchedulerOutput:
             request.block_ids[index]
             for request, num_new in self.num_tokens.items()
             for index in range(
-                request.num_computed_tokens // block_size,
-                (request.num_computed_tokens + num_new + len(self.drafts.get(request, ())) - 1) // block_size + 1,
+                self.start(request) // block_size,
+                (self.start(request) + num_new + len(self.drafts.get(request, ())) - 1) // block_size + 1,
             )
         ]
 

@@ -13,6 +13,7 @@ A step may check tokens beyond those that it has to compute (`engine.speculation
 the budget, and no request is preempted for them.
 
 One step, in order: `schedule` -> the engine carries out copies and the forward pass -> `update` with sampled tokens.
+`schedule_ahead` may decide the next step before that `update`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine.integrity import problems
 from engine.messages import RequestMode
 from engine.remote_kv import Publish, WaitingRoom, next_publication
 from engine.request import Request, RequestStatus
+from engine.scheduling.ahead import ends_next, may_go_ahead
 from engine.scheduling.decode_sums import DecodeSums
 from engine.scheduling.equal_prompts import EqualPrompts
 from engine.scheduling.preemption import victim
@@ -196,6 +198,34 @@ class Scheduler:
             if is_decode:
                 self._schedule_drafts(drafts, budget, output)
         self._admit(budget, output, now)
+        output.host_copies = self.blocks.take_copies()
+        return output
+
+    def schedule_ahead(self, under_way: SchedulerOutput) -> SchedulerOutput:
+        """The step after one that has not ended, if it is certain by now: a decode of each request that goes on. Empty
+        if anybody would be computed later than if it were decided after that end. A request whose token turns out to
+        end it is dropped when the results are taken in (`update`).
+
+        Admits and preempts nobody, and changes nothing if it is empty.
+        """
+        output = SchedulerOutput()
+        if self.goes_by_slack or (self._waiting and self.num_running < self.config.max_num_seqs):
+            return output
+        going_on = []
+        for request in self._running:
+            if not request.num_pending or not may_go_ahead(request):
+                return output
+            if not ends_next(request, self.config.max_model_len):
+                going_on.append(request)
+            elif self._waiting:
+                return output  # its place is for one that waits
+        num_blocks = sum(self.blocks.num_lacking(one, one.num_tokens + 1) for one in going_on)
+        if len(going_on) > self.config.max_num_batched_tokens or num_blocks > self.blocks.num_available_blocks:
+            return output
+        for request in going_on:
+            self.blocks.append(request, request.num_tokens + 1)
+            output.num_tokens[request] = 1
+            output.after[request] = under_way.num_tokens[request]
         output.host_copies = self.blocks.take_copies()
         return output
 

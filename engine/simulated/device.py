@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.config import EngineSettings
-from common.errors import ConfigError, InternalError
+from common.errors import ConfigError
 from common.types import KVCacheSpec, SampledToken, TokenLogprob
 from engine.blocks.host_tier import BlockCopy
 from engine.context_length import fit_context
@@ -129,6 +129,9 @@ class SimulatedDevice(Device):
                 failures[index] = f"the KV of {row.num_computed_tokens} tokens is not what was written"
                 continue
             token_ids = row.token_ids if row.first is None else self._resolved(row.token_ids, row.first)
+            if token_ids is None:
+                failures[index] = "the token before is not known"
+                continue
             sums = self._write(row, token_ids, before)
             written.add(self._slot(row, row.num_computed_tokens + len(token_ids) - 1))
             if row.score is not None:
@@ -156,11 +159,10 @@ class SimulatedDevice(Device):
     def planes(self) -> list[KVPlane]:
         return self._planes
 
-    def _resolved(self, token_ids: list[int], first: Drawn) -> list[int]:
+    def _resolved(self, token_ids: list[int], first: Drawn) -> list[int] | None:
+        """None if that row drew no token."""
         token = self._drawn[first.step][first.row]
-        if token is None:
-            raise InternalError(f"row {first.row} of step {first.step} drew no token")
-        return [token.token_id, *token_ids[1:]]
+        return None if token is None else [token.token_id, *token_ids[1:]]
 
     def _slot(self, row: StepRow, position: int) -> tuple[int, int]:
         block, slot = divmod(position, self.info.spec.block_size)

@@ -11,6 +11,7 @@ import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,21 +79,29 @@ class FakeDevice(Device):
         self.requests: Callable[[], Iterable[Request]] = list  # those that are not released
         self.checks_kv = True  # fails the test if one of them reads other KV than its own
         self._begun: dict[int, StepInput] = {}
+        self._drawn: tuple[int, list[SampledToken | None]] = 0, []  # by the step computed last
 
     def begin(self, step: StepInput) -> Ticket:
         self._begun[step.number] = step
         return Ticket(step.number)
 
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
-        rows = self._begun.pop(ticket.number).rows
-        if self.fail_next:
+        return self.compute_step(self._begun.pop(ticket.number), meanwhile)
+
+    def compute_step(self, step: StepInput, meanwhile: Callable[[], None]) -> StepOutput:
+        rows = [self._resolved(row) for row in step.rows]
+        if self.fail_next or None in rows:
             self.fail_next = False
+            self._drawn = step.number, [None] * len(rows)
             return StepOutput(tokens=[None] * len(rows), failures=dict.fromkeys(range(len(rows)), "it is on fire"))
-        self.num_tokens_per_step.append(sum(len(row.token_ids) for row in rows))
-        for row in rows:
+        known = [row for row in rows if row is not None]
+        self.num_tokens_per_step.append(sum(len(row.token_ids) for row in known))
+        for row in known:
             self._write(row)
             meanwhile()  # the hardest moment: half of the batch is written
-        return self.results(rows)
+        output = self.results(known)
+        self._drawn = step.number, output.tokens
+        return output
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         copy_blocks(copies, self.kv_cache, self.host_cache)
@@ -112,6 +121,14 @@ class FakeDevice(Device):
             if row.score is not None
         }
         return StepOutput(tokens=[self._draw(row) for row in rows], scores=scores, pooled=pooled)
+
+    def _resolved(self, row: StepRow) -> StepRow | None:
+        """The row with its first token; None if the step before has not drawn it."""
+        if row.first is None:
+            return row
+        number, drawn = self._drawn
+        token = drawn[row.first.row] if row.first.step == number else None
+        return None if token is None else replace(row, token_ids=[token.token_id, *row.token_ids[1:]], first=None)
 
     def _slot(self, row: StepRow, position: int) -> torch.Tensor:
         block = self.kv_cache[row.block_ids[position // BLOCK_SIZE]]
@@ -167,6 +184,7 @@ def make_core(
     store: KVConnector | None = None,
     epoch: str = "e1",
     drafter: Drafter | None = None,
+    device_type: type[FakeDevice] | None = None,
     clock: Callable[[], float] | None = None,
     batch_time: BatchTime | None = None,
     **settings: object,
@@ -174,7 +192,7 @@ def make_core(
     """An engine on the fake model; `settings` as in `EngineSettings`. Its clock goes on by a second each time it is
     read, unless it has another one."""
     checked = EngineSettings(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type] # keyword by keyword
-    device = FakeDevice(num_blocks, num_host_blocks=num_host_blocks(checked, SPEC.block_bytes))
+    device = (device_type or FakeDevice)(num_blocks, num_host_blocks=num_host_blocks(checked, SPEC.block_bytes))
     connector = connector or MemoryConnector(ConnectorConfig(epoch=epoch, worker_id=f"test-{epoch}"))
     core = EngineCore(
         checked,

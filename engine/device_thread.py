@@ -1,0 +1,84 @@
+"""A device's steps on a thread of their own, so that `begin` returns at once and the engine may run ahead of it.
+
+The device behind sees one step after the other, as if there were no thread: it begins a step when it has ended the one
+before. Native kernels release the interpreter's lock, and the engine's thread does its own work then.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+
+from engine.blocks.host_tier import BlockCopy
+from engine.device import Device, KVPlane, Ticket, do_nothing
+from engine.step import StepInput, StepOutput
+
+_PIECE_S = 0.001  # `meanwhile` is called this often while a step is computed
+
+
+@dataclass(slots=True)
+class _Step:
+    step: StepInput
+    is_inline: bool
+    output: StepOutput | None = None
+    error: BaseException | None = None
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+
+class DeviceThread(Device):
+    def __init__(self, device: Device, is_inline: Callable[[], bool] = lambda: False) -> None:
+        """`is_inline`: whether a step that begins now is computed in `end`, by the engine's own thread, since a
+        profiler looks at that. No other step may be under way then."""
+        self.info = device.info
+        self._device = device
+        self._is_inline = is_inline
+        self._begun: dict[int, _Step] = {}
+        self._queue: SimpleQueue[_Step | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: StepInput) -> Ticket:
+        for row in step.rows:
+            self.check(row)
+        # The engine goes on to change its block tables while this step is read.
+        rows = [replace(row, block_ids=array("i", row.block_ids)) for row in step.rows]
+        one = self._begun[step.number] = _Step(StepInput(number=step.number, rows=rows), self._is_inline())
+        if not one.is_inline:
+            self._queue.put(one)
+        return Ticket(step.number)
+
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        one = self._begun.pop(ticket.number)
+        if one.is_inline:
+            return self._device.end(self._device.begin(one.step), meanwhile)
+        while not one.has_ended.wait(_PIECE_S):
+            meanwhile()
+        if one.error is not None:
+            raise one.error
+        if one.output is None:
+            raise RuntimeError("the device's thread has ended")
+        return one.output
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """At once, beside a step under way: the engine copies no block that a step writes, nor into one that a request
+        of that step reads."""
+        self._device.copy(copies)
+
+    def planes(self) -> list[KVPlane]:
+        return self._device.planes()
+
+    def close(self) -> None:
+        """Ends the thread, after the steps that have begun."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (one := self._queue.get()) is not None:
+            try:
+                one.output = self._device.end(self._device.begin(one.step))
+            except BaseException as error:  # the engine's thread raises it
+                one.error = error
+            one.has_ended.set()
