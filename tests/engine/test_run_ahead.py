@@ -255,6 +255,14 @@ def test_a_full_engine_runs_ahead_until_a_place_becomes_free() -> None:
     assert device.num_ahead == 6
 
 
+def test_who_waits_for_a_place_gets_it_in_the_next_step() -> None:
+    core, device = watched(max_num_seqs=2)
+    for request_id, max_tokens in (("short", 3), ("long", 8), ("third", 2)):
+        add(core, request_id, [len(request_id)], max_tokens=max_tokens)
+    run(core)
+    assert [len(rows) for rows in device.steps] == [2, 2, 2, 2, 2, 1, 1, 1]
+
+
 def test_nothing_is_computed_beyond_an_end_that_is_known() -> None:
     core, device = watched()
     add(core, "short", [1, 2, 3], max_tokens=3)

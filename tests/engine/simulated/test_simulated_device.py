@@ -15,13 +15,16 @@ from common.batch_time_file import encode
 from common.config import EngineSettings
 from common.errors import ConfigError
 from common.sampling import SamplingParams
+from engine.core import EngineCore
 from engine.replay.recorder import RecordingDevice
 from engine.replay.step_file import StepFileHeader, StepFileWriter
 from engine.sampling.draws import draw
 from engine.simulated.data_sheet import SHEETS, simulated_time
 from engine.simulated.device import SimulatedDevice
 from engine.step import Draw, Drawn, LogitEdits, Scoring, StepInput, StepRow, shape_of
+from kv_store.no_store import NoStore
 from tests.engine.tiny_models import FAMILIES, make_model
+from tests.support.fake_device import add, assert_idle, run, tokens_of
 
 BLOCK_SIZE = 4
 PROMPT = list(range(5, 27))
@@ -134,6 +137,30 @@ def test_a_step_that_begins_before_the_last_one_has_ended_waits_for_it(model_dir
     assert [each.token_id for each in drawn if each is not None] == answer(make(model_dir), PROMPT, [], 2)
     time = simulated_time("h100-8b").time
     assert clock.now - 100.0 == pytest.approx(time.seconds(shape_of([first])) + time.seconds(shape_of([second])))
+
+
+def test_an_engine_that_runs_ahead_gives_the_same_answer(model_dir: Path) -> None:
+    device = make(model_dir)
+    given = EngineSettings(block_size=BLOCK_SIZE, run_ahead=True)
+    core = EngineCore(given, device, NoStore(), lambda: 0.0, lambda: None)
+    add(core, "a", PROMPT, max_tokens=40)
+    assert tokens_of(run(core))["a"] == answer(make(model_dir), PROMPT, [], 40)
+    assert_idle(core)
+
+
+def test_a_row_after_one_that_failed_fails(model_dir: Path) -> None:
+    device = make(model_dir)
+    answer(device, PROMPT, [], 1)
+    device.copy([])
+    lost = StepRow(token_ids=[1], num_computed_tokens=20, block_ids=[1, 0, 2, 3, 4, 5], draw=LIKELIEST)
+    after = StepRow(
+        token_ids=[0], num_computed_tokens=21, block_ids=[1, 0, 2, 3, 4, 5], draw=LIKELIEST, first=Drawn(step=2, row=0)
+    )
+    other = StepRow(token_ids=PROMPT, num_computed_tokens=0, block_ids=list(range(30, 46)), draw=LIKELIEST)
+    steps = [StepInput(number=2, rows=[lost]), StepInput(number=3, rows=[after, other])]
+    outputs = [device.end(ticket) for ticket in [device.begin(step) for step in steps]]
+    assert [list(output.failures) for output in outputs] == [[0], [0]]
+    assert outputs[1].tokens[1] is not None
 
 
 def one_token(device: SimulatedDevice, asked: Draw) -> int | None:
