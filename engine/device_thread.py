@@ -2,11 +2,15 @@
 
 The device behind sees one step after the other, as if there were no thread: it begins a step when it has ended the one
 before. Native kernels release the interpreter's lock, and the engine's thread does its own work then.
+
+The front kills an engine that is silent for too long (`engine_timeout`). So that it still notices a device that hangs,
+messages pass only while the device shows that it goes on, as it does after each layer.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +21,7 @@ from engine.device import Device, KVPlane, Ticket, do_nothing
 from engine.step import StepInput, StepOutput
 
 _PIECE_S = 0.001  # `meanwhile` is called this often while a step is computed
+_SIGN_OF_LIFE_S = 2.0  # and for this long after the device was last seen to go on
 
 
 @dataclass(slots=True)
@@ -29,12 +34,19 @@ class _Step:
 
 
 class DeviceThread(Device):
-    def __init__(self, device: Device, is_inline: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        is_inline: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`is_inline`: whether a step that begins now is computed in `end`, by the engine's own thread, since a
         profiler looks at that. No other step may be under way then."""
         self.info = device.info
         self._device = device
         self._is_inline = is_inline
+        self._clock = clock
+        self._lived_at = clock()  # the last sign of life
         self._begun: dict[int, _Step] = {}
         self._queue: SimpleQueue[_Step | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -55,7 +67,8 @@ class DeviceThread(Device):
         if one.is_inline:
             return self._device.end(self._device.begin(one.step), meanwhile)
         while not one.has_ended.wait(_PIECE_S):
-            meanwhile()
+            if self._clock() - self._lived_at < _SIGN_OF_LIFE_S:
+                meanwhile()
         if one.error is not None:
             raise one.error
         if one.output is None:
@@ -77,8 +90,12 @@ class DeviceThread(Device):
 
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:
+            self._live()
             try:
-                one.output = self._device.end(self._device.begin(one.step))
+                one.output = self._device.end(self._device.begin(one.step), self._live)
             except BaseException as error:  # the engine's thread raises it
                 one.error = error
             one.has_ended.set()
+
+    def _live(self) -> None:
+        self._lived_at = self._clock()

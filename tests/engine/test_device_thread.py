@@ -44,10 +44,12 @@ class HeldDevice(FakeDevice):
 
     def __init__(self) -> None:
         super().__init__()
+        self.has_begun = threading.Event()
         self.may_compute = threading.Event()
         self.threads: list[threading.Thread] = []
 
     def compute_step(self, step: StepInput, meanwhile: Callable[[], None]) -> StepOutput:
+        self.has_begun.set()
         assert self.may_compute.wait(PATIENCE_S)
         self.threads.append(threading.current_thread())
         return super().compute_step(step, meanwhile)
@@ -98,6 +100,27 @@ def test_messages_pass_until_the_step_has_ended() -> None:
 
         thread.end(thread.begin(StepInput(number=1, rows=[prompt_of([1], [0])])), meanwhile)
     assert len(calls) >= 3
+
+
+def test_no_messages_pass_if_the_device_hangs() -> None:
+    """The engine is silent then, and its front ends it."""
+    device, now, calls = HeldDevice(), [0.0], 0
+    thread = DeviceThread(device, clock=lambda: now[0])
+
+    later = threading.Timer(0.05, device.may_compute.set)
+
+    def meanwhile() -> None:
+        nonlocal calls
+        assert device.has_begun.wait(PATIENCE_S)
+        calls += 1
+        now[0] += 1.0
+        if calls == 2:
+            later.start()
+
+    thread.end(thread.begin(StepInput(number=1, rows=[prompt_of([1], [0])])), meanwhile)
+    later.join()
+    thread.close()
+    assert calls == 2
 
 
 def test_what_stops_a_step_is_raised_by_its_end() -> None:
