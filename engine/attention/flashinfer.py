@@ -26,7 +26,7 @@ from engine.attention.step_tables import Int32s, StepTables
 from engine.device_copies import page_locked, to_device
 from engine.step import StepRow
 
-_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
 
 
 class _Wrapper(Protocol):
@@ -53,7 +53,7 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(cache, spec, shape)
         self.writer = KVWriter(self)
         self._flashinfer = import_flashinfer()
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         prefill_workspace = torch.zeros_like(self._workspace)
         # Tensor cores pay off for decode if several query heads share a KV head.
         self._is_grouped = shape.num_heads // spec.num_kv_heads >= 4

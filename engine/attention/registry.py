@@ -12,6 +12,7 @@ from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.cpu import TorchBackend
 from engine.attention.flashinfer import FlashInferBackend
+from engine.attention.flashinfer_latent import FlashInferLatentBackend
 from engine.attention.native import NativeBackend
 from engine.attention.torch_reference import ReferenceBackend
 from engine.kernels.library import Kernels
@@ -48,11 +49,11 @@ def attention_backend(
         raise StartupError(f"attention backend {name!r} is unknown; known are {', '.join(sorted(BACKENDS))}")
     if name == "flashinfer" and cache.device.type != "cuda":
         raise StartupError("attention backend flashinfer needs --device cuda")
-    if name == "flashinfer" and spec.num_planes == 1:
-        raise StartupError("attention backend flashinfer: attention to latents (MLA) is not supported; take torch")
-    if name == "flashinfer" and shape.sinks is not None:
+    if name == "flashinfer" and spec.num_planes > 1 and shape.sinks is not None:
         raise StartupError("attention backend flashinfer: attention with sinks is not supported; take torch")
     log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
+    if backend is FlashInferBackend and spec.num_planes == 1:
+        return FlashInferLatentBackend(cache, spec, shape)
     if backend is FlashInferBackend:
         return FlashInferBackend(cache, spec, shape, max_table_blocks=max_table_blocks)
     return backend(cache, spec, shape)

@@ -8,7 +8,8 @@ wrapper was made for recorded graphs, the caller's fixed memory, as far as the l
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -180,6 +181,78 @@ class FakePrefillWrapper(_Wrapper):
         return self._run(q, paged_kv_cache, self._rows)
 
 
+@dataclass
+class FakeMetadata:
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_len_arr: torch.Tensor
+
+    @classmethod
+    def csr(
+        cls, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor
+    ) -> FakeMetadata:
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+
+class FakeLatentWrapper:
+    def __init__(self, float_workspace_buffer: torch.Tensor, *, backend: str = "auto") -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert backend == "fa2"
+
+    def plan(
+        self,
+        *,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        metadata: FakeMetadata | None = None,
+    ) -> None:
+        assert causal
+        assert isinstance(metadata, FakeMetadata)
+        assert head_dim_ckv
+        assert head_dim_kpe
+        assert page_size
+        assert sm_scale
+        on_host = (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_len_arr)
+        assert {each.dtype for each in (*on_host, metadata.kv_indices)} == {torch.int32}
+        assert {each.device.type for each in on_host} == {"cpu"}
+        num_pages = metadata.kv_indptr.diff()
+        assert metadata.qo_indptr[0] == metadata.kv_indptr[0] == 0
+        assert metadata.kv_indptr[-1] == len(metadata.kv_indices)
+        assert len(metadata.qo_indptr) == len(metadata.kv_indptr) == len(metadata.kv_len_arr) + 1
+        assert torch.equal(num_pages, -(-metadata.kv_len_arr // page_size))
+        assert (metadata.qo_indptr.diff() <= metadata.kv_len_arr).all()
+        self._metadata, self._scale = metadata, sm_scale
+        self._sizes = num_heads, head_dim_ckv, head_dim_ckv + head_dim_kpe
+        self._page_size, self._dtypes = page_size, (q_data_type, kv_data_type)
+
+    def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        num_heads, latent_dim, head_dim = self._sizes
+        asked = self._metadata
+        ends, pages, indices, lengths = (
+            each.as_subclass(torch.Tensor).tolist()
+            for each in (asked.qo_indptr, asked.kv_indptr, asked.kv_indices, asked.kv_len_arr)
+        )
+        assert self._dtypes == (query.dtype, kv_cache.dtype)
+        assert query.shape == (ends[-1], num_heads, head_dim)
+        assert kv_cache.shape[1:] == (self._page_size, head_dim)
+        out = torch.empty((ends[-1], num_heads, latent_dim), dtype=query.dtype)
+        for i, length in enumerate(lengths):
+            rows = kv_cache[indices[pages[i] : pages[i + 1]]].flatten(0, 1)[:length].float()
+            scores = torch.einsum("qhd,cd->hqc", query[ends[i] : ends[i + 1]].float(), rows) * self._scale
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(length - scores.shape[1] + 1)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[ends[i] : ends[i + 1]] = torch.einsum("hqc,cd->qhd", weights, rows[:, :latent_dim]).to(query.dtype)
+        return out
+
+
+LATENT = {"BatchMLAPagedAttentionWrapper": FakeLatentWrapper, "MLAPlanMetadata": FakeMetadata}
 WRAPPERS = {
     "BatchDecodeWithPagedKVCacheWrapper": FakeDecodeWrapper,
     "BatchPrefillWithPagedKVCacheWrapper": FakePrefillWrapper,
@@ -188,7 +261,8 @@ WRAPPERS = {
 
 def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import flashinfer` gives these wrappers. They need no workspace, so tests have a small one."""
-    monkeypatch.setattr("engine.attention.flashinfer._WORKSPACE_BYTES", 1 << 16)
+    for module in ("flashinfer", "flashinfer_latent"):
+        monkeypatch.setattr(f"engine.attention.{module}.WORKSPACE_BYTES", 1 << 16)
     fake = ModuleType("flashinfer")
-    vars(fake).update(WRAPPERS)
+    vars(fake).update(WRAPPERS, mla=SimpleNamespace(**LATENT))
     monkeypatch.setitem(sys.modules, "flashinfer", fake)

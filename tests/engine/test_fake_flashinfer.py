@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from tests.engine.fake_flashinfer import WRAPPERS
+from tests.engine.fake_flashinfer import LATENT, WRAPPERS
 
 
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
@@ -23,3 +23,17 @@ def test_parameters_are_the_real_ones(name: str, method: str) -> None:
     for each in ours:
         assert each in theirs
         assert ours[each].default == theirs[each].default, each
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("BatchMLAPagedAttentionWrapper", method) for method in ("__init__", "plan", "run")]
+    + [("MLAPlanMetadata", "csr")],
+)
+def test_parameters_for_latents_are_the_real_ones(name: str, method: str) -> None:
+    theirs = inspect.signature(getattr(getattr(pytest.importorskip("flashinfer.mla"), name), method)).parameters
+    ours = inspect.signature(getattr(LATENT[name], method)).parameters
+    for each in ours:
+        assert each in theirs
+        if ours[each].default is not inspect.Parameter.empty:
+            assert ours[each].default == theirs[each].default, each

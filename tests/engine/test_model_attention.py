@@ -16,6 +16,7 @@ from common.types import KVCacheSpec
 from engine.attention import cpu
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.flashinfer import FlashInferBackend, import_flashinfer
+from engine.attention.flashinfer_latent import FlashInferLatentBackend
 from engine.attention.registry import _default_for, attention_backend
 from engine.models.latent import LatentAttention
 from engine.step import StepRow
@@ -213,6 +214,13 @@ def test_flashinfer_tables(monkeypatch: pytest.MonkeyPatch, seed: int, shape: At
     compare(FlashInferBackend(cache, SPEC, shape), seed)
 
 
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
+def test_flashinfer_tables_on_latents(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    fake_flashinfer(monkeypatch)
+    cache = torch.full((NUM_BLOCKS, *LATENT_SPEC.block_shape), float("nan"))
+    compare(FlashInferLatentBackend(cache, LATENT_SPEC, LATENT_SHAPE), seed)
+
+
 def test_flashinfer_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(StartupError, match=r"baton-serve\[flashinfer\]"):
@@ -225,7 +233,13 @@ def test_flashinfer_without_a_gpu_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec", "reason"), [(WITH_SINKS["sinks"], SPEC, "with sinks"), (LATENT_SHAPE, LATENT_SPEC, "to latents")]
+    ("shape", "spec", "reason"),
+    [
+        (WITH_SINKS["sinks"], SPEC, "with sinks"),
+        (replace(LATENT_SHAPE, windows=(0, 7)), LATENT_SPEC, "to latents"),
+        (replace(LATENT_SHAPE, soft_cap=0.7), LATENT_SPEC, "to latents"),
+        (replace(LATENT_SHAPE, sinks=SINKS), LATENT_SPEC, "to latents"),
+    ],
 )
 def test_what_flashinfer_does_not_compute(shape: AttentionShape, spec: KVCacheSpec, reason: str) -> None:
     """Refused if it is asked for, and left to torch if not."""

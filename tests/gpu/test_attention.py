@@ -42,7 +42,21 @@ def test_backends(name: str, changes: dict[str, object] | None) -> None:
         pytest.importorskip("flashinfer")
     dim = 128 if changes is None else 64
     spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=dim, block_size=16, dtype="bfloat16")
-    shape = replace(AttentionShape(num_heads=8, softmax_scale=0.125), **(changes or {}))
+    compare(name, spec, replace(AttentionShape(num_heads=8, softmax_scale=0.125), **(changes or {})))
+
+
+@pytest.mark.parametrize("name", ["torch", "flashinfer"])
+def test_latents(name: str) -> None:
+    """Latents of DeepSeek's size."""
+    if name == "flashinfer":
+        pytest.importorskip("flashinfer")
+    spec = KVCacheSpec(
+        model_id="m", num_layers=2, num_kv_heads=1, num_planes=1, head_dim=576, block_size=16, dtype="bfloat16"
+    )
+    compare(name, spec, AttentionShape(num_heads=16, softmax_scale=0.07, value_dim=512))
+
+
+def compare(name: str, spec: KVCacheSpec, shape: AttentionShape) -> None:
     cache = torch.full((64, *spec.block_shape), float("nan"), dtype=torch.bfloat16)
     device_cache = cache.cuda()
     backends = [attention_backend(device_cache, spec, shape, name), attention_backend(cache, spec, shape, "reference")]
@@ -56,10 +70,11 @@ def test_backends(name: str, changes: dict[str, object] | None) -> None:
         progress = [done + size for done, size in zip(progress, sizes, strict=True)]
         prepared = [backend.prepare(step) for backend in backends]
         for layer in range(2):
-            qkv = torch.randn(sum(sizes), 12, dim).bfloat16()
-            kv = qkv[:, 8:].view(-1, 2, 2, dim)
-            ours = prepared[0].forward(layer, qkv[:, :8].cuda(), kv.cuda())
-            expected = prepared[1].forward(layer, qkv[:, :8], kv)
+            heads, planes = shape.num_heads, (spec.num_planes, spec.num_kv_heads)
+            qkv = torch.randn(sum(sizes), heads + planes[0] * planes[1], spec.head_dim).bfloat16()
+            kv = qkv[:, heads:].view(-1, *planes, spec.head_dim)
+            ours = prepared[0].forward(layer, qkv[:, :heads].cuda(), kv.cuda())
+            expected = prepared[1].forward(layer, qkv[:, :heads], kv)
             torch.testing.assert_close(ours.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 

@@ -18,13 +18,16 @@ from common.sampling import SamplingParams  # noqa: E402
 from engine import messages as m  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
 from engine.device_copies import read  # noqa: E402
+from engine.device_thread import DeviceThread  # noqa: E402
 from engine.local.device import LocalDevice  # noqa: E402
 from engine.sampling.draws import draw  # noqa: E402
 from engine.sampling.logit_changes import LogitChanges  # noqa: E402
 from engine.step import StepRow  # noqa: E402
 from kv_store.base import ConnectorConfig  # noqa: E402
 from kv_store.memory import MemoryConnector  # noqa: E402
+from kv_store.no_store import NoStore  # noqa: E402
 from tests.engine.tiny_models import FAMILIES, expected_logprobs, full_logprobs, make_model  # noqa: E402
+from tests.support.fake_device import tokens_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -235,6 +238,22 @@ def test_a_step_waits_for_the_device_once(model_dir: Path, attention: str, monke
                 torch.cuda.set_sync_debug_mode("default")
         assert all(token is not None for token in tokens), kind
         assert num_reads == 1, kind
+
+
+def test_an_engine_that_runs_ahead(model_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """With a thread of the device's own."""
+    settings = EngineSettings.model_validate(
+        {"device": "cuda", "dtype": "float32", "num_blocks": 400, "run_ahead": True}
+    )
+    core = EngineCore(settings, DeviceThread(LocalDevice(model_dir, settings)), NoStore(), time.monotonic, lambda: None)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))
+    while core.has_work:
+        core.step()
+    tokens = tokens_of(core.take_events())
+    assert_equal([tokens[str(number)] for number in range(len(prompts))], expected)
+    assert core.scheduler.check_integrity() == []
 
 
 def test_recorded_steps(model_dir: Path) -> None:
