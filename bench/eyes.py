@@ -1,7 +1,8 @@
 """What it costs to see what a stack does: CPU time of a router, and of a decode worker's front, with all of it on and
 with nothing.
 
-    python -m bench.eyes
+    python -m bench.eyes              # what it takes of processes' CPU time
+    python -m bench.eyes --users      # what users notice, on an idle machine: first tokens' times, and throughput
 
 | | off | quiet | on |
 | --- | --- | --- | --- |
@@ -14,6 +15,10 @@ what else runs on the machine, but streams that are late send more tokens in one
 what is told is the median of the differences within a round, and the middle half of them.
 
 Before that, what single parts take of a router's event loop: CPU time of this thread, the least of some repeats.
+
+With `--users`, by the clock: the time to first token at half load, which is half of what a CPU second of a router
+serves, from the same three routers; and the answers a second of two real stacks of the default model, one with all of
+it, one as `quiet` but without traces, by a closed loop of `--streams` requests of new prompts.
 """
 
 from __future__ import annotations
@@ -22,11 +27,12 @@ import argparse
 import contextlib
 import logging
 import math
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,9 +46,11 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.main import main as baton
-from bench.processes import running
+from bench.load import loops
+from bench.load.clients import Asked, GrpcClient, Request, ask
+from bench.processes import running, running_stack
 from bench.router.clients import Endpoint
-from bench.router.load import closed_loop
+from bench.router.load import closed_loop, open_loop
 from bench.router.process_cost import own_cpu_s
 from bench.router.systems import BATON, workers
 from bench.worker_front import MAX_TOKENS, Load, serve_front
@@ -63,7 +71,10 @@ _TRACE_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 OFF, QUIET, ON = "off", "quiet", "on"
 _SERVE = [sys.executable, "-m", "bench.eyes", "--serve"]
 Measure = Callable[[], float]
-"""Asks for some seconds; µs of the process's CPU time for a request."""
+"""Asks for some seconds; µs of the process's CPU time for a request, or what `--users` tells."""
+_HALF_LOAD_TURN_S = 2.0
+_THROUGHPUT_TURN_S = 10.0
+_PROMPT_TOKENS, _ANSWER_TOKENS = 128, 64  # of the real stacks' requests
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,9 +127,11 @@ def collector() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def routers(tokenizer_dir: Path, load: _Load, logs: Path) -> Iterator[Mapping[str, Measure]]:
-    """A router of each kind before one worker; what a request over REST takes there."""
-    flags = ["--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0", f"--max-requests={2 * load.streams}"]
+def routers(
+    tokenizer_dir: Path, load: _Load, logs: Path, measured: Callable[[int, str, _Load], float]
+) -> Iterator[Mapping[str, Measure]]:
+    """A router of each kind before one worker; what is `measured` there, given its pid and its address for REST."""
+    flags = ["--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0", f"--max-requests={32 * load.streams}"]
     with contextlib.ExitStack() as stack:
         spans = stack.enter_context(collector())
         worker = stack.enter_context(workers(BATON, tokenizer_dir, load.step_ms, 1))[0]
@@ -134,7 +147,7 @@ def routers(tokenizer_dir: Path, load: _Load, logs: Path) -> Iterator[Mapping[st
         for kind, command in commands.items():
             log = stack.enter_context((logs / f"router-{kind}").open("wb"))
             fields = stack.enter_context(running(command, f"the router ({kind})", log))
-            found[kind] = partial(_of_router, int(fields["pid"]), fields["http"], load)
+            found[kind] = partial(measured, int(fields["pid"]), fields["http"], load)
         yield found
 
 
@@ -149,6 +162,52 @@ def _of_router(pid: int, address: str, load: _Load) -> float:
     before = own_cpu_s(pid)
     num_requests = uvloop.run(run())
     return 1e6 * (own_cpu_s(pid) - before) / num_requests
+
+
+def _first_token_at_half_load(_pid: int, address: str, load: _Load, *, rate: float) -> float:
+    """Median time to first token over REST, µs, of one turn."""
+
+    async def run() -> list[Asked]:
+        client = Endpoint("rest", address).connect()
+        try:
+            return await open_loop(client, rate, load.tokens, _HALF_LOAD_TURN_S)
+        finally:
+            await client.close()
+
+    return 1e6 * statistics.median(one.ttft_s for one in uvloop.run(run()))
+
+
+@contextlib.contextmanager
+def stacks(streams: int) -> Iterator[Mapping[str, Measure]]:
+    """Real stacks without and with all of it; answers a second."""
+    with contextlib.ExitStack() as stack:
+        spans = stack.enter_context(collector())
+        traced = [f"--trace-endpoint={spans}", f"--trace-sample={SAMPLE}", "--access-log=1", "--log-level=info"]
+        yield {
+            kind: partial(_answers_a_second, stack.enter_context(running_stack(flags)), streams)
+            for kind, flags in {OFF: [], ON: traced}.items()
+        }
+
+
+def _answers_a_second(address: str, streams: int) -> float:
+    prompts = random.Random(time.monotonic())
+    options: Mapping[str, float | bool] = {"temperature": 0.0, "ignore_eos": True}
+
+    async def run() -> float:
+        client = GrpcClient(address)
+
+        def one(_: int) -> Coroutine[Any, Any, Asked]:
+            prompt = [prompts.randrange(1000, 40_000) for _ in range(_PROMPT_TOKENS)]
+            return ask(client, Request(prompt=prompt, max_tokens=_ANSWER_TOKENS, options=options))
+
+        try:
+            start = time.perf_counter()
+            answers = await loops.closed_loop(streams, _THROUGHPUT_TURN_S, one)
+            return len(answers) / (time.perf_counter() - start)
+        finally:
+            await client.close()
+
+    return uvloop.run(run())
 
 
 @contextlib.contextmanager
@@ -258,8 +317,8 @@ def in_turns(measures: Mapping[str, Measure], repeats: int) -> list[dict[str, fl
     return rounds
 
 
-def print_rounds(name: str, rounds: Sequence[Mapping[str, float]]) -> None:
-    table = Table(title=f"CPU time of {name}, µs for each request: medians [middle half]")
+def print_rounds(title: str, rounds: Sequence[Mapping[str, float]]) -> None:
+    table = Table(title=f"{title}: medians [middle half]")
     table.add_column("")
     table.add_column("of it", justify="right")
     table.add_column(f"more than {OFF}", justify="right")
@@ -273,9 +332,8 @@ def print_rounds(name: str, rounds: Sequence[Mapping[str, float]]) -> None:
 
 def _cell(figures: Sequence[float]) -> str:
     if len(figures) < 2:
-        return f"{figures[0]:.0f}"
-    low, middle, high = statistics.quantiles(figures, n=4, method="inclusive")
-    return f"{middle:.0f} [{low:.0f} … {high:.0f}]"
+        return f"{figures[0]:.4g}"
+    return "{1:.4g} [{0:.4g} … {2:.4g}]".format(*statistics.quantiles(figures, n=4, method="inclusive"))
 
 
 def _serve(what: str, arguments: Sequence[str]) -> int:
@@ -289,6 +347,23 @@ def _serve(what: str, arguments: Sequence[str]) -> int:
     return 0
 
 
+def of_processes(tokenizer_dir: Path, load: _Load, logs: Path, repeats: int) -> None:
+    print_parts(parts())
+    with routers(tokenizer_dir, load, logs, _of_router) as measures:
+        print_rounds("CPU time of a router, over REST, µs for each request", in_turns(measures, repeats))
+    with fronts(load, logs) as measures:
+        print_rounds("CPU time of a decode worker's front, µs for each request", in_turns(measures, repeats))
+
+
+def of_users(tokenizer_dir: Path, load: _Load, logs: Path, repeats: int) -> None:
+    with routers(tokenizer_dir, load, logs, _of_router) as measures:
+        rate = 0.5e6 / statistics.median(measures[OFF]() for _ in range(5))
+    with routers(tokenizer_dir, load, logs, partial(_first_token_at_half_load, rate=rate)) as measures:
+        print_rounds(f"time to first token over REST at {rate:.0f} requests a second, µs", in_turns(measures, repeats))
+    with stacks(load.streams) as measures:
+        print_rounds("answers of a real stack, in a second", in_turns(measures, max(repeats // 3, 2)))
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
         return _serve(sys.argv[2], sys.argv[3:])
@@ -297,18 +372,18 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16, help=f"of an answer, at most {MAX_TOKENS}")
     parser.add_argument("--seconds", type=float, default=0.25, help="of each turn")
     parser.add_argument("--step-ms", type=int, default=10, help="between two tokens of a request")
-    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--repeats", type=int, help="100; with --users 30 and, of the stacks, a third of that")
+    parser.add_argument("--users", action="store_true", help="times and throughput, not CPU time")
     args = parser.parse_args()
     if not 1 <= args.tokens <= MAX_TOKENS:
         parser.error(f"--tokens: must be from 1 to {MAX_TOKENS}")
-    print_parts(parts())
     load = _Load(args.streams, args.tokens, args.seconds, args.step_ms)
     tokenizer_dir = ensure_model(DEFAULT_MODEL, default_cache_dir(), lambda line: print(line, file=sys.stderr))
     with tempfile.TemporaryDirectory() as logs:
-        with routers(tokenizer_dir, load, Path(logs)) as measures:
-            print_rounds("a router, over REST", in_turns(measures, args.repeats))
-        with fronts(load, Path(logs)) as measures:
-            print_rounds("a decode worker's front", in_turns(measures, args.repeats))
+        if args.users:
+            of_users(tokenizer_dir, load, Path(logs), args.repeats or 30)
+        else:
+            of_processes(tokenizer_dir, load, Path(logs), args.repeats or 100)
     return 0
 
 

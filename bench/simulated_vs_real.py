@@ -1,14 +1,14 @@
 """The same traffic played to a real stack and to a simulated fleet: how far a simulation is from the truth.
 
-    python -m bench.simulated_vs_real                              # 7 minutes on an idle machine; nothing else may run
+    python -m bench.simulated_vs_real                              # 9 minutes on an idle machine; nothing else may run
     python -m bench.simulated_vs_real --times MODEL.json           # a model of time that is there: 4 minutes
     python -m bench.simulated_vs_real --device simulated           # real processes, steps that only wait: 4 minutes
 
-`baton profile` first learns how long steps take on as many cores as a worker has. Then, for each fleet, `baton up`
-starts it, requests that come alone tell what the host takes between two steps and what a message takes, and five kinds
-of traffic are sent, each at --load of what the simulated fleet can do. The simulator gets the same requests; a real
-turn of a conversation repeats the answers that the stack gave. Router and client run on the workers' cores, which no
-simulation knows of. A fleet that has more workers than there are cores is left out.
+`baton profile` first learns how long steps take on as many cores as a worker has, while the other workers' cores do the
+same. Then, for each fleet, `baton up` starts it, some requests tell what the host takes between two steps and what a
+message takes, and five kinds of traffic are sent, each at --load of what the simulated fleet can do. The simulator gets
+the same requests; a real turn of a conversation repeats the answers that the stack gave. Router and client run on the
+workers' cores, which no simulation knows of. A fleet that has more workers than there are cores is left out.
 
 With `--device simulated` a step takes exactly the predicted time. What differs then is not the model's fault: it is
 messages, scheduling, routing and transfers.
@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -37,14 +38,12 @@ from rich.table import Table
 from bench.load.clients import GrpcClient, Request
 from bench.load.loops import open_loop
 from bench.processes import running_stack
-from common.batch_time import StepShape
 from common.batch_time_file import decode
 from common.config import DEFAULT_MODEL, SimulateSettings, default_cache_dir
 from common.cpu import read_cpu
 from common.errors import ConfigError, InternalError
 from common.percentiles import percentile
 from common.traffic.requests import ANSWER, TrafficRequest, prompt_token_ids
-from common.types import WorkerRole
 from engine.loading.embedded_model import ensure_model
 from engine.simulated.data_sheet import SHEETS
 from simulation.fleet import Fleet
@@ -60,6 +59,8 @@ WORKLOADS: Mapping[str, Mapping[str, object]] = {
 NUM_BLOCKS = 2048  # of KV, of each worker
 MAX_MODEL_LEN = 4096
 VOCABULARY = range(1000, 20_000)
+GAP_S = 1.5  # between requests that are alone
+REQUESTS_AT_ONCE = 8  # of each decode worker
 BAR = 0.1  # by which a figure may differ
 SIMULATED_KV_BYTES = 8  # of a token, on a simulated device
 
@@ -155,18 +156,34 @@ async def send(address: str, requests: Sequence[TrafficRequest], seed: int) -> t
     return answers, max(one.ended for one in sent) - start
 
 
-def calibrated(address: str, settings: SimulateSettings, num_requests: int = 3) -> SimulateSettings:
-    """With the times of what no model of steps knows, from requests that are alone: the host between two steps, and a
-    message (two of them come before the first token, four if a prefill worker is asked)."""
-    time = fleet_options(settings, scenarios(settings)[0]).times[WorkerRole.BOTH].time
-    requests = [TrafficRequest(at=0.0, runs=((number, 64),), num_output_tokens=48) for number in range(num_requests)]
-    answers = [asyncio.run(send(address, [one], seed=-1))[0][0] for one in requests]
-    step = StepShape(num_decodes=1, decode_context=88, longest_context=88, num_head_rows=1)
-    host_s = max(statistics.median(one.tpot_s or 0.0 for one in answers) - time.seconds(step), 0.0)
-    silent = settings.model_copy(update={"host_time": 1000 * host_s, "message_latency": 0.0, "link_latency": 0.0})
-    ((alone,), _), num_messages = simulate(silent, requests[:1]), 2 if settings.both else 4
-    rest_s = max(statistics.median(one.ttft_s for one in answers) - alone.ttft_s, 0.0)
-    return silent.model_copy(update={"message_latency": 1000 * rest_s / num_messages})
+def calibrated(address: str, settings: SimulateSettings) -> SimulateSettings:
+    """With the times of what no model of steps knows: the host between two steps and a message, from requests that are
+    alone, and the host for each request of a step, from some that come at once. Two messages come before a first token,
+    four if a prefill worker is asked."""
+    num_decoders = settings.both or settings.decode
+    num_cold = 4 * num_decoders * max(settings.prefill, 1)  # that open each connection, and warm both ends of it
+    alone = [_known_request(number, at=GAP_S * number) for number in range(num_cold + 8)]
+    answers = asyncio.run(send(address, alone, seed=-1))[0][num_cold:]
+    silent = settings.model_copy(update={"message_latency": 0.0, "link_latency": 0.0})
+    (expected, *_), _ = simulate(silent, alone[:1])
+    host_s = max(_median_tpot_s(answers) - (expected.tpot_s or 0.0), 0.0)
+    rest_s = max(statistics.median(one.ttft_s for one in answers) - expected.ttft_s, 0.0)
+    latency_ms = 1000 * rest_s / (2 if settings.both else 4)
+    known = silent.model_copy(update={"host_time": 1000 * host_s, "message_latency": latency_ms})
+
+    together = [_known_request(1000 + number, at=0.0) for number in range(REQUESTS_AT_ONCE * num_decoders)]
+    expected_s = _median_tpot_s(simulate(known, together)[0])
+    more_s = max(_median_tpot_s(asyncio.run(send(address, together, seed=-1))[0]) - expected_s, 0.0)
+    request_ms = 1000 * more_s / (REQUESTS_AT_ONCE - 1)
+    return known.model_copy(update={"host_time": max(1000 * host_s - request_ms, 0.0), "host_request_time": request_ms})
+
+
+def _known_request(number: int, at: float) -> TrafficRequest:
+    return TrafficRequest(at=at, runs=((number, 64),), num_output_tokens=48)
+
+
+def _median_tpot_s(answers: Sequence[Answer]) -> float:
+    return statistics.median(one.tpot_s or 0.0 for one in answers)
 
 
 # ---------------------------------------------------------------------------------------------------- the simulated one
@@ -212,15 +229,33 @@ def kv_token_bytes(folder: Path, dtype: str) -> int:
 
 
 @contextlib.contextmanager
-def profiled(args: argparse.Namespace, num_cores: int) -> Iterator[str]:
-    """A file of a model of time of this machine, on so many cores. For as long, the stack's workers find it, too."""
-    cores = sorted(os.sched_getaffinity(0))[-num_cores:]
+def profiled(args: argparse.Namespace, num_cores: int, num_workers: int) -> Iterator[str]:
+    """A file of a model of time of this machine, on so many cores of a worker while the other workers' cores do the
+    same. For as long, the stack's workers find it, too."""
+    cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "times.json"
-        command = [sys.executable, "-m", "baton", "profile", f"--minutes={args.minutes}", f"--out={out}"]
-        command += [f"--model={args.model}", f"--dtype={args.dtype}", "--device=cpu", f"--cache-dir={args.cache_dir}"]
-        if subprocess.run(command, check=False, preexec_fn=lambda: os.sched_setaffinity(0, cores)).returncode:
+        command = [sys.executable, "-m", "baton", "profile", f"--minutes={args.minutes}", f"--model={args.model}"]
+        command += [f"--dtype={args.dtype}", "--device=cpu", f"--cache-dir={args.cache_dir}"]
+        profiles = []
+        for number in range(num_workers):
+            own = cores[number * num_cores : (number + 1) * num_cores]
+            profiles.append(
+                subprocess.Popen(
+                    [*command, f"--out={folder}/{number}.json"],
+                    stdout=subprocess.DEVNULL if number else None,
+                    stderr=subprocess.DEVNULL if number else None,
+                    preexec_fn=partial(os.sched_setaffinity, 0, own),
+                )
+            )
+        try:
+            has_failed = profiles[0].wait()  # it prints what it finds, and why if it fails
+        finally:
+            for profile in profiles:
+                profile.terminate()
+                profile.wait()
+        if has_failed:
             raise SystemExit("there is no model of time; the reason is above")
+        out = Path(folder) / "0.json"
         from engine.learning.key import model_file
 
         place = model_file(args.cache_dir, decode(out.read_bytes()).key)
@@ -308,7 +343,7 @@ def main() -> int:
     folder = Path(ensure_model(args.model, args.cache_dir, lambda line: print(line, file=sys.stderr)))
     kv_bytes = SIMULATED_KV_BYTES if args.device == "simulated" else kv_token_bytes(folder, args.dtype)
     console.print(f"{read_cpu().name}, {len(cores)} cores; --device {args.device}")
-    profiles: dict[int, str] = {}  # by the cores of a worker
+    profiles: dict[tuple[int, int], str] = {}  # by the cores of a worker, and the workers
     with contextlib.ExitStack() as made:
         for fleet in args.fleets.split(","):
             num_workers = sum(fleet_of(fleet).values())
@@ -316,14 +351,18 @@ def main() -> int:
             if args.device == "cpu" and num_workers > len(cores):
                 console.print(f"{fleet}: left out, as {num_workers} workers would share {len(cores)} cores")
                 continue
-            times = args.times or (next(iter(SHEETS)) if args.device == "simulated" else profiles.get(num_cores))
+            times = args.times or (
+                next(iter(SHEETS)) if args.device == "simulated" else profiles.get((num_cores, num_workers))
+            )
             if times is None:
-                times = profiles[num_cores] = made.enter_context(profiled(args, num_cores))
+                times = profiles[num_cores, num_workers] = made.enter_context(profiled(args, num_cores, num_workers))
             settings, found = measure(args, fleet, times, kv_bytes)
-            host_ms, message_ms = settings.host_time, settings.message_latency
-            show(f"{fleet}; {host_ms:.2f} ms between two steps, {message_ms:.2f} ms a message", found, console)
+            host_ms, request_ms, message_ms = settings.host_time, settings.host_request_time, settings.message_latency
+            between = f"{host_ms:.2f} ms between two steps and {request_ms:.2f} for each request"
+            show(f"{fleet}; {between}, {message_ms:.2f} ms a message", found, console)
             results[fleet] = {
                 "host_ms": host_ms,
+                "host_request_ms": request_ms,
                 "message_ms": message_ms,
                 "workloads": {
                     workload: {row.name: {"real": row.real, "simulated": row.simulated} for row in rows}

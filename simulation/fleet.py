@@ -36,7 +36,7 @@ from simulation.outcome import Outcome, RequestOutcome
 from simulation.prefill_leg import Mail, PrefillLeg
 from simulation.router import SimulatedRouter
 from simulation.scaling import PLAN_S, Scaling, ScalingOptions
-from simulation.worker import SimulatedWorker
+from simulation.worker import HostTime, SimulatedWorker
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class FleetOptions:
     link: LinkSpeed = field(default_factory=LinkSpeed)
     max_model_len: int = 131_072
     message_s: float = 0.0005  # a message's way from process to process
-    host_s: float = 0.0  # between two steps, in which the device waits for the engine
+    host: HostTime = field(default_factory=HostTime)
     leaps: bool = False
     tells_times: bool = True  # workers say how long their steps take, so that the router counts in seconds
     lends: bool = True  # decode workers lend what they have of a prompt
@@ -367,7 +367,7 @@ class Fleet:
             Link(address, self._network, times.kv_token_bytes * settings.block_size),
             self._clock,
             leaps=options.leaps,
-            host_s=options.host_s,
+            host=options.host,
             emit=self._take_in,
             report_load=self._report_load,
             report_blocks=self._report_blocks,

@@ -30,6 +30,7 @@ from simulation.fleet import Fleet, FleetOptions
 from simulation.link import LinkSpeed
 from simulation.outcome import Outcome
 from simulation.scaling import ScalingOptions
+from simulation.worker import HostTime
 
 NUM_MADE = 1000  # requests, if nobody says how many
 LONGEST = 16  # times the median, of lengths that are drawn
@@ -200,7 +201,7 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         link=LinkSpeed(bandwidth=1e9 * settings.bandwidth, latency_s=settings.link_latency / 1000),
         max_model_len=settings.max_model_len,
         message_s=settings.message_latency / 1000,
-        host_s=settings.host_time / 1000,
+        host=HostTime(settings.host_time / 1000, settings.host_request_time / 1000),
         leaps=settings.leap,
         tells_times=settings.router_times,
         lends=settings.lend_blocks,

@@ -12,6 +12,7 @@ evicted in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
@@ -26,6 +27,17 @@ from simulation.link import Link
 
 BLOCKS_INTERVAL_S = 0.02
 LONGEST_LEAP = 256  # steps, whose times grow evenly enough
+
+
+@dataclass(slots=True, frozen=True)
+class HostTime:
+    """Seconds between two steps, in which the device waits for the engine."""
+
+    step_s: float = 0.0
+    request_s: float = 0.0  # more for each request of the step
+
+    def seconds(self, num_requests: int) -> float:
+        return self.step_s + self.request_s * num_requests
 
 
 class _Leap:
@@ -56,6 +68,7 @@ class _Leap:
         self.num_quiet = 0  # steps up to which nobody takes a further block, or fills one
         self.start = start
         self.has_queue = has_queue
+        self.host_s = host_s  # of each step
         self._first_s = time.seconds(shape) + host_s
         self._growth_s = (time.seconds(after) + host_s - self._first_s) / num_steps  # from step to step
         self.end = start + self.seconds(num_steps)
@@ -98,13 +111,12 @@ class SimulatedWorker:
         clock: VirtualClock,
         *,
         leaps: bool,
-        host_s: float,
+        host: HostTime,
         emit: Callable[[SimulatedWorker, m.Event], None],
         report_load: Callable[[SimulatedWorker, WorkerLoad], None],
         report_blocks: Callable[[SimulatedWorker, bytes, bytes], None],
         report_late: Callable[[LateRequest], None],
     ) -> None:
-        """`host_s`: seconds between two steps, in which the device waits for the engine."""
         self.address = address
         self.role = role
         self.busy_s = 0.0  # of the device
@@ -113,7 +125,7 @@ class SimulatedWorker:
         self._link = link
         self._clock = clock
         self._leaps = leaps
-        self._host_s = host_s
+        self._host = host
         self._max_batched_tokens = settings.max_num_batched_tokens
         self._emit = emit
         self._report_load = report_load
@@ -235,7 +247,7 @@ class SimulatedWorker:
         number, seconds = self._steps_begun, self._device.begun_s
         self.busy_s += seconds
         self.num_steps += 1
-        at = self._clock.now + seconds + self._host_s if ends_at is None else ends_at
+        at = self._clock.now + seconds + self._host.seconds(len(output.num_tokens)) if ends_at is None else ends_at
         self._clock.at(at, lambda: self._ended(number))
 
     def _ended(self, number: int) -> None:
@@ -270,7 +282,7 @@ class SimulatedWorker:
             decodes,
             num_steps,
             self._clock.now,
-            self._host_s,
+            self._host.seconds(len(decodes)),
             has_queue=scheduler.num_waiting > 0,
         )
         self._leap = leap
@@ -291,7 +303,7 @@ class SimulatedWorker:
 
     def _end_leap(self, leap: _Leap, num_steps: int) -> None:
         self._leap = None
-        self.busy_s += leap.seconds(num_steps) - num_steps * self._host_s
+        self.busy_s += leap.seconds(num_steps) - num_steps * leap.host_s
         self.num_steps += num_steps
         self._take_in(leap, num_steps)
 

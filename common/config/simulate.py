@@ -82,6 +82,7 @@ class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
     host_time: float = Field(
         0.0, ge=0, description="milliseconds between two steps, in which the device waits for its engine"
     )
+    host_request_time: float = Field(0.0, ge=0, description="milliseconds more of that for each request of a step")
     router_times: bool = Field(
         True, description="workers tell how long their steps take, so that the router decides in seconds"
     )

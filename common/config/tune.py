@@ -71,6 +71,7 @@ class TuneSettings(TrafficSettings, PolicySettings):
     link_latency: float = _as_in(SimulateSettings, "link_latency")
     message_latency: float = _as_in(SimulateSettings, "message_latency")
     host_time: float = _as_in(SimulateSettings, "host_time")
+    host_request_time: float = _as_in(SimulateSettings, "host_request_time")
     router_times: bool = _as_in(SimulateSettings, "router_times")
     leap: bool = Field(True, description="make many equal decode steps at once: faster, and within 1 % of the same")
     model: str = _as_in(ModelSettings, "model")

@@ -197,6 +197,7 @@ def test_leaps_of_any_fleet_come_to_the_same(seed: int) -> None:
         "max_running": draw.choice([None, 4]),
         "tenants": "a=1,b=3",
         "hedge_prefill": draw.choice([True, False]),
+        "host_request_time": draw.choice([0, 0.5]),
     }
     outcomes = []
     for leap in (False, True):
