@@ -255,10 +255,11 @@ def run(args: argparse.Namespace, made: contextlib.ExitStack, console: Console) 
         given["kv_token_bytes"] = SIMULATED_KV_BYTES
         flags.append(f"--simulated-time={given['times']}")
     elif not args.simulated:
-        num_cores = max(len(os.sched_getaffinity(0)) // 2, 1)
+        num_workers = min(len(os.sched_getaffinity(0)), 2)
+        num_cores = len(os.sched_getaffinity(0)) // num_workers
         model = ensure_model(args.model, args.cache_dir, lambda line: print(line, file=sys.stderr))
         given["kv_token_bytes"] = kv_token_bytes(Path(model), args.dtype)
-        given["times"] = args.times or made.enter_context(profiled(args, num_cores))
+        given["times"] = args.times or made.enter_context(profiled(args, num_cores, num_workers))
         flags.append(f"--dtype={args.dtype}")
     folder = Path(made.enter_context(tempfile.TemporaryDirectory()))
     progress = made.enter_context(Progress(console=Console(stderr=True)))
