@@ -33,6 +33,7 @@ WORKER_BUCKETS = (
 TOKEN_BUCKETS = (
     1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576,
 )  # fmt: skip
+PICK_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 
@@ -87,6 +88,34 @@ router_batch_requests = _counter(
     "Requests of batches (/v1/batches) that have their answer.",
     "outcome",
     ("ok", "failed"),
+)
+router_picks = _counter(
+    "baton_router_picks",
+    "Requests of a Gateway that the endpoint picker was asked about: it named workers, too (workers), a router alone "
+    "(router), refused for load (overloaded), for want of a router or worker (unavailable) or for another reason "
+    "(refused), or the Gateway ended the call before (cut).",
+    "outcome",
+    ("workers", "router", "overloaded", "unavailable", "refused", "cut"),
+)
+router_pick = Histogram(
+    "baton_router_pick_seconds",
+    "From the whole of a Gateway's request at the endpoint picker to its choice.",
+    buckets=PICK_BUCKETS,
+)
+router_picks_served = _counter(
+    "baton_router_picks_served",
+    "Responses of routers that the endpoint picker had named, by who served it, as the Gateway says: the first that "
+    "was named, a later one (fallback), one that was not named (other), or nobody said it (unknown).",
+    "by",
+    ("first", "fallback", "other", "unknown"),
+)
+router_picked_requests = _counter(
+    "baton_router_picked_requests",
+    "Requests that came with workers that an endpoint picker chose: they went there (followed), or were routed anew, "
+    "because these workers cannot take it any more (gone), too much time has passed (expired), the choice was for "
+    "another request (other), or is none of this router's pickers' (unknown).",
+    "outcome",
+    ("followed", "gone", "expired", "other", "unknown"),
 )
 router_requests_running = _gauge("baton_router_requests_running", "Requests that a client is waiting for.")
 router_requests_queued = _gauge("baton_router_requests_queued", "Requests that wait in the router for their turn.")

@@ -16,6 +16,7 @@ from router.preparing.preparation import Preparation, never_traced
 from router.processes.router_process import RouterProcess
 from router.running.dispatch import Dispatcher
 from router.running.embedding import Embedder
+from router.running.picks import Picks
 from router.running.prefix_hints import PrefixHints
 from router.running.retries import DispatchLimits, Retries
 from router.running.routes import Routes
@@ -38,6 +39,7 @@ def make_gateway(
     *,
     template_threads: TextThreads | None = None,
     traces: Traces | None = None,
+    picks: Picks | None = None,
 ) -> Gateway:
     """Raises `ConfigError` for a policy that there is not."""
     gate = Gate(_gate_limits(settings), ledger=process.ledger)
@@ -63,7 +65,9 @@ def make_gateway(
         generic_tools=settings.generic_tools,
         begin_trace=never_traced if traces is None else traces.begin,
     )
-    routes = Routes(registry, policy_of(settings), process.decisions, refuses_late=settings.slo_late == "refuse")
+    routes = Routes(
+        registry, policy_of(settings), process.decisions, refuses_late=settings.slo_late == "refuse", picks=picks
+    )
     retries = Retries(registry, limits)
     endings = _endings(settings, process, traces)
     return Gateway(

@@ -46,6 +46,7 @@ from router.fleet.registry import Registry
 from router.limits.quotas import Quotas
 from router.limits.targets import GivenTargets
 from router.make_batches import make_batches
+from router.make_endpoint_picker import make_endpoint_picker, make_picks
 from router.make_gateway import make_gateway
 from router.processes.router_process import RouterProcess
 from router.reload import Reload, SettingsFile
@@ -101,6 +102,7 @@ async def serve(
         limits,
         template_threads=template_threads,
         traces=traces,
+        picks=make_picks(settings, process),
     )
     await process.start(vital)
     reload = None if file is None else Reload(settings, file, gateway.routes, process.queue)
@@ -130,6 +132,8 @@ async def serve(
             max_calls=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
         )
         grpc_port = bind(grpc_server, process.grpc_listen, tls)
+        http_port = 0 if socket_path(process.http_listen) else http_socket.getsockname()[1]
+        picker = make_endpoint_picker(settings, gateway, process, keys, tls, http_port)
         views = WorkerViews(registry, process)
         access_log = AccessLog(settings.access_log) if settings.access_log else None
         orders = RouterOrders(
@@ -161,7 +165,7 @@ async def serve(
                 serving.append(vital.start(until_ended(probed), name="health probes"))
             web_task = vital.start(web.run(), name="rest")
             scheme = "http" if tls is None else "https"
-            http_url = f"{scheme}://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
+            http_url = f"{scheme}://{_host(settings.http_listen)}:{http_port}"
             if socket_path(process.http_listen) is not None:
                 http_url = settings.http_listen
             grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"
@@ -180,10 +184,15 @@ async def serve(
                 vital.start(_watch_settings(reload), name="settings")
             if not process.is_replacement:
                 vital.start(_discover(settings, registry), name="discovery")
+            if picker is not None:
+                await picker.start(vital)
+                stack.push_async_callback(picker.stop)
             try:
                 await vital.failed_or(stop)
                 for task in serving:  # gRPC servers end by themselves from here on
                     task.cancel()
+                if picker is not None:
+                    picker.drain(settings.drain_timeout)
                 await _drain(gateway, health, grpc_server, settings.drain_timeout)
             finally:
                 vital.let_end()

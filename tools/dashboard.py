@@ -122,6 +122,18 @@ ROWS: dict[str, list[Panel]] = {
             "Answers that met or missed their targets, for the first token and for the others. Goodput: all were met. "
             "Too late by prediction: refused, or served all the same (--slo-late).",
         ),
+        Panel(
+            "Endpoint picker",
+            "reqps",
+            (
+                (rate("baton_router_picks_total", ROUTER, "outcome"), "asked by a Gateway: {{outcome}}"),
+                (rate("baton_router_picks_served_total", ROUTER, "by"), "served by: {{by}}"),
+                (rate("baton_router_picked_requests_total", ROUTER, "outcome"), "came with workers: {{outcome}}"),
+            ),
+            "What was answered to a Gateway (workers: with the pair), which endpoint served it then, and whether the "
+            "router that got it followed the choice.",
+        ),
+        Panel("Endpoint picker's time", "s", quantiles("baton_router_pick_seconds", ROUTER)),
         Panel("Whole request", "s", quantiles("baton_router_request_seconds", ROUTER)),
         Panel(
             "Where answers spend their time",

@@ -30,6 +30,8 @@ _OWNED = {
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
     "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
+    "endpoint_picker_listen", "endpoint_picker_address", "endpoint_picker_replicas", "endpoint_picker_key_file",
+    "endpoint_picker_tls",
     "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_max_stored_mb",
         "batch_keep_days",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
@@ -276,7 +278,18 @@ def values_schema() -> Schema:
             aliases=obj(router=one_of("none", "vllm"), workers=one_of("none", "vllm")),
         ),
         networkPolicy=obj(enabled=BOOLEAN, routerFrom=array(MAP), metricsFrom=array(MAP)),
-        gateway=obj(enabled=BOOLEAN, parentRefs=array(MAP), hostnames=array(STRING)),
+        gateway=obj(
+            enabled=BOOLEAN,
+            parentRefs=array(MAP),
+            hostnames=array(STRING),
+            endpointPicker=obj(
+                enabled=BOOLEAN,
+                port=PORT,
+                failureMode=one_of("FailOpen", "FailClose"),
+                tls=one_of("none", "self-signed", "router"),
+                existingSecret=NAME,
+            ),
+        ),
         serviceAccount=obj(annotations=STRINGS),
         podSecurity=obj(runAsUser=integer(1), runAsGroup=integer(1), fsGroup=integer(1)),
     )

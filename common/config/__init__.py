@@ -23,6 +23,7 @@ from common.config.client import ChatSettings, ChoiceSettings, ClientSettings, G
 from common.config.router import (
     MAX_PROCESSES,
     BatchSettings,
+    EndpointPickerSettings,
     LimitSettings,
     ObserveSettings,
     PolicySettings,
@@ -52,6 +53,7 @@ __all__ = [
     "ClientSettings",
     "ConnectorSettings",
     "DemoSettings",
+    "EndpointPickerSettings",
     "EngineSettings",
     "GenerateSettings",
     "HealthSettings",

@@ -159,8 +159,54 @@ class BatchSettings(Settings):
     )
 
 
+def _reached(value: str | None) -> str | None:
+    if value is not None and not _REACHED.fullmatch(value):
+        raise ValueError(f"{value!r} should be ip:port, as a Gateway names endpoints")
+    return value
+
+
+_REACHED = re.compile(r"(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+
+
+class EndpointPickerSettings(Settings):
+    """Choosing for a Gateway which router gets a request, and with it the workers (docs/gateway.md)."""
+
+    endpoint_picker_listen: str | None = Field(
+        None,
+        description="gRPC address at which a Gateway asks where its requests should go (Envoy's ext_proc, as the "
+        "Endpoint Picker Protocol of the Gateway API Inference Extension says); off if unset",
+    )
+    endpoint_picker_address: Annotated[str | None, AfterValidator(_reached)] = Field(
+        None, description="ip:port at which the Gateway reaches REST of this router; --http-listen if unset"
+    )
+    endpoint_picker_replicas: Addresses = Field(
+        (),
+        description="REST of all replicas of this router, which may be named, too: ip:port, dns:///name:port or "
+        "k8s:///ns/service:port; this one alone if unset",
+    )
+    endpoint_picker_key_file: str | None = Field(
+        None,
+        description="secrets of all replicas, one in a line: the first signs what is chosen for a request, and the "
+        "router that gets the request checks it by any of them; read again when it changes; this router's own, which "
+        "changes with each start, if unset",
+    )
+    endpoint_picker_tls: Literal["none", "self-signed", "router"] = Field(
+        "none",
+        description="that port speaks plain text, TLS with a certificate of its own making (a Gateway then must not "
+        "check it), or TLS with --tls-cert",
+    )
+
+
 class RouterSettings(
-    PolicySettings, LimitSettings, WebSettings, BatchSettings, ObserveSettings, TlsSettings, HealthSettings, LogSettings
+    PolicySettings,
+    LimitSettings,
+    WebSettings,
+    BatchSettings,
+    EndpointPickerSettings,
+    ObserveSettings,
+    TlsSettings,
+    HealthSettings,
+    LogSettings,
 ):
     """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
 

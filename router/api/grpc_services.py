@@ -67,7 +67,7 @@ def bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.ai
         server = health_server(address, shared_port=shared)
     except RuntimeError as error:
         raise StartupError(f"health_listen: cannot bind {address}: is the port taken?") from error
-    add_service(server, HEALTH, health, _open_gate(MESSAGE_BYTES), endless=True)
+    add_service(server, HEALTH, health, open_gate(MESSAGE_BYTES), endless=True)
     return server
 
 
@@ -83,7 +83,7 @@ def add_services(
     admission = gateway.admission
     demand, fleet = DemandService(admission.demand), FleetService(registry, views, gateway.latest_requests)
     size = admission.gate.limits.max_message_bytes
-    open_gate = _open_gate(size)
+    gate = open_gate(size)
     inference, most = InferenceService(gateway), admission.max_request_bytes
     add_service(server, INFERENCE, inference, admission.gate, most, access_log=access_log)
     open_inference = OpenInferenceService(gateway)
@@ -91,14 +91,14 @@ def add_services(
     add_service(server, ROUTER, fleet, admission.gate, access_log=access_log)
     # A gate of its own: clients that take all places of the other one cannot keep an operator out.
     admin = AdminService(registry, orders)
-    add_service(server, ADMIN, admin, _open_gate(size), access_log=access_log, guard=administration)
-    add_service(server, DEMAND, demand, open_gate, endless=True)
-    add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out
+    add_service(server, ADMIN, admin, open_gate(size), access_log=access_log, guard=administration)
+    add_service(server, DEMAND, demand, gate, endless=True)
+    add_service(server, HEALTH, health, open_gate(size), endless=True)  # no other calls keep a probe out
     names = (*(service.full_name for service in SERVICES), *REFLECTION)
     reflection = ReflectionServicer(names, pool=ReflectionPool())
 
     async def answer(requests: object, context: Context) -> None:
-        with open_gate.requests(""):
+        with gate.requests(""):
             await send(context, reflection.ServerReflectionInfo(requests, context))
 
     async def info(requests: object, context: Context) -> None:
@@ -114,7 +114,7 @@ def add_services(
         add_handlers(server, name, methods)
 
 
-def _open_gate(max_message_bytes: int) -> Gate:
+def open_gate(max_message_bytes: int) -> Gate:
     """The gate of calls that need no key. Few at a time have their messages read, as those may be as long as any."""
     return Gate(
         GateLimits(

@@ -8,6 +8,7 @@ import ssl
 import time
 from pathlib import Path
 
+from common.certificates import VALIDITY
 from common.config import AutoscalerSettings
 from common.errors import StartupError
 from router.autoscaler import http, tls
@@ -19,7 +20,7 @@ from router.fleet.discovery.kubernetes import Backoff, KubernetesError
 log = logging.getLogger(__name__)
 
 REFRESH_S = 60.0  # certificate files, the APIService's CA bundle, whom the API server says it is
-RENEW_S = tls.VALIDITY.total_seconds() / 2
+RENEW_S = VALIDITY.total_seconds() / 2
 
 
 class AggregatedApi:

@@ -6,23 +6,22 @@ so no private key is ever stored or shared, and several replicas stand side by s
 
 from __future__ import annotations
 
-import importlib
 import logging
 import ssl
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from common.certificates import cryptography, self_signed
 from common.errors import StartupError
 from router.api.rest.http.protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
 
-VALIDITY = timedelta(days=365)
-CLOCK_SKEW = timedelta(hours=1)
+INSTEAD = "give --external-metrics-cert and --external-metrics-key"
 BUNDLE_LIMIT = 8  # certificates kept in a CA bundle, the youngest
 
 
@@ -37,51 +36,20 @@ class FrontProxy:
 
 def make_certificate(service: str, namespace: str) -> tuple[bytes, bytes]:
     """(certificate, key) in PEM for a Service's names, signed by itself. Raises `StartupError` without the package."""
-    x509 = _cryptography("x509")
-    hashes = _cryptography("hazmat.primitives.hashes")
-    serialization = _cryptography("hazmat.primitives.serialization")
-    ec = _cryptography("hazmat.primitives.asymmetric.ec")
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "baton-autoscaler")])
     names = [
         service,
         f"{service}.{namespace}",
         f"{service}.{namespace}.svc",
         f"{service}.{namespace}.svc.cluster.local",
     ]
-    now = datetime.now(UTC)
-    usage = {
-        "digital_signature": True, "key_cert_sign": True, "content_commitment": False, "key_encipherment": False,
-        "data_encipherment": False, "key_agreement": False, "crl_sign": False, "encipher_only": False,
-        "decipher_only": False,
-    }  # fmt: skip
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + VALIDITY)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(one) for one in names]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.KeyUsage(**usage), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(identifier, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return bytes(certificate.public_bytes(pem)), bytes(private)
+    return self_signed("baton-autoscaler", names, INSTEAD)
 
 
 def merged_bundle(bundle: bytes, certificate: bytes) -> bytes:
     """`bundle` with `certificate` in it, without expired ones and without more than `BUNDLE_LIMIT`. A bundle that holds
     it already comes back as it is."""
-    x509 = _cryptography("x509")
-    serialization = _cryptography("hazmat.primitives.serialization")
+    x509 = cryptography("x509", INSTEAD)
+    serialization = cryptography("hazmat.primitives.serialization", INSTEAD)
     try:
         known = list(x509.load_pem_x509_certificates(bundle)) if bundle.strip() else []
     except ValueError:
@@ -140,13 +108,3 @@ def front_proxy_protocol(allowed: Callable[[], frozenset[str]]) -> type[LimitedP
                 transport.abort()
 
     return FrontProxyProtocol
-
-
-def _cryptography(module: str) -> Any:
-    try:
-        return importlib.import_module(f"cryptography.{module}")
-    except ImportError as error:
-        raise StartupError(
-            "making a certificate needs the extra `kubernetes`: pip install 'baton-serve[kubernetes]', or give "
-            "--external-metrics-cert and --external-metrics-key"
-        ) from error

@@ -162,6 +162,19 @@ class Admission:
             client = client or NOBODY
             self._quotas.request(client.name, client.tenant)
 
+    def check(self, client: ApiClient | None, num_tokens: int = 0) -> None:
+        """Whether a request of `client` with so many prompt tokens would be taken now; counts nothing. Raises
+        `OverloadedError` if its limits or those of the router do not allow it."""
+        self.gate.check(client.name if client else "")
+        if not self._quotas.say_nothing:
+            client = client or NOBODY
+            self._quotas.check(client.name, client.tenant, num_tokens)
+
+    @property
+    def worker_wait_s(self) -> float:
+        """How long a request waits for a worker while there is none."""
+        return self._worker_wait_s
+
     def running(
         self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
     ) -> AbstractContextManager[Ending]:

@@ -13,6 +13,7 @@ from router.limits.targets import NOTHING_GIVEN, TARGET_HEADERS, GivenTargets, g
 REQUEST_ID_HEADER = "x-request-id"
 SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-baton-explain"
+PICK_HEADER = "x-baton-pick"
 MAX_SESSION_CHARS = 512
 
 
@@ -57,6 +58,7 @@ class CallHints:
     traceparent: str = ""  # which trace it is a part of, as W3C Trace Context says it
     tracestate: str = ""
     targets: GivenTargets = NOTHING_GIVEN
+    picked: str = ""  # what an endpoint picker chose, signed (`router.running.picks`)
 
 
 def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
@@ -74,4 +76,7 @@ def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
     tracestate = headers.get(TRACESTATE, "") if traceparent else ""
     has_targets = any(name in headers for name in TARGET_HEADERS)
     targets = given_in_headers(headers) if has_targets else NOTHING_GIVEN
-    return CallHints(given or session[:MAX_SESSION_CHARS], explain in ("1", "true"), traceparent, tracestate, targets)
+    picked = headers.get(PICK_HEADER, "")
+    return CallHints(
+        given or session[:MAX_SESSION_CHARS], explain in ("1", "true"), traceparent, tracestate, targets, picked
+    )

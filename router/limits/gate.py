@@ -74,6 +74,11 @@ class Gate:
             ledger.give("requests", num)
             raise
 
+    def check(self, key: str) -> None:
+        """Raises `OverloadedError` if there is no place for one more request now."""
+        with self.requests(key):
+            pass
+
     def give(self, key: str, num: int) -> None:
         if key:
             self._ledger.give(f"requests of key {key}", num)

@@ -189,6 +189,17 @@ class Quotas:
         self.look()
         self._charge("requests_per_second", "requests", key, tenant, 1)
 
+    def check(self, key: str, tenant: str, num_tokens: int) -> None:
+        """Whether a request with so many prompt tokens would be taken now; counts nothing. Raises `OverloadedError`."""
+        self.look()
+        limits = self._limits_of(key, tenant)
+        for field, what, num in (("requests_per_second", "requests", 1), ("tokens_per_second", "tokens", num_tokens)):
+            if limits and num:
+                with self._ledger.locked():
+                    self._check(self._buckets_of(field, limits, now := self._clock()), what, num, now)
+        with self.streams(key, tenant):
+            pass
+
     def more_requests(self, key: str, tenant: str, num: int) -> None:
         """An admitted body held `num` further requests. They are charged even if the bucket goes below zero: a body
         that is larger than a bucket would never find it full enough."""
@@ -241,12 +252,17 @@ class Quotas:
         now = self._clock()
         with self._ledger.locked():
             found = self._buckets_of(field, limits, now)
-            for kind, bucket in found:
-                if (wait_s := bucket.wait_s(num, now)) > 0:
-                    metrics.router_refused.labels(what).inc()
-                    raise OverloadedError(f"this {kind} may ask for {bucket.rate:g} {what} a second", wait_s)
+            self._check(found, what, num, now)
             for _, bucket in found:
                 bucket.take(num, now)
+
+    @staticmethod
+    def _check(buckets: Sequence[tuple[str, TokenBucket]], what: str, num: int, now: float) -> None:
+        """Inside of the ledger's lock. Raises `OverloadedError`."""
+        for kind, bucket in buckets:
+            if (wait_s := bucket.wait_s(num, now)) > 0:
+                metrics.router_refused.labels(what).inc()
+                raise OverloadedError(f"this {kind} may ask for {bucket.rate:g} {what} a second", wait_s)
 
     def _take(self, field: str, key: str, tenant: str, num: int) -> None:
         limits = self._limits_of(key, tenant)

@@ -354,6 +354,7 @@ class Preparation:
                 beams=beams,
                 charge=Charge(len(prompt.token_ids)),
                 traced=traced if traced is None or not made else traced.sibling(),
+                picked=hints.picked if hints is not None and not made else "",
             )
             first = number * choices.num_candidates
             made += [request.numbered(first + one, is_first=one == 0) for one in range(choices.num_candidates)]

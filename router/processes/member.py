@@ -52,6 +52,8 @@ class ProcessSpec:
     http_listen: str
     grpc_listen: str
     health_listen: str | None
+    endpoint_picker_listen: str | None
+    pick_key: bytes
     is_replacement: bool
 
 
@@ -87,6 +89,7 @@ class Member(RouterProcess):
             spec.grpc_listen,
             spec.health_listen,
         )
+        self.endpoint_picker_listen, self.pick_key = spec.endpoint_picker_listen, spec.pick_key
         self.max_connections = -(-settings.max_connections // spec.num_processes)
         self.shared = SharedLedger(spec.directory, spec.num_processes, spec.number)
         self.ledger = self.shared

@@ -72,6 +72,9 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
         health_listen = settings.health_listen
         if health_listen is not None:
             health_listen = stack.enter_context(held(health_listen, "health_listen"))
+        picker_listen = settings.endpoint_picker_listen
+        if picker_listen is not None:
+            picker_listen = stack.enter_context(held(picker_listen, "endpoint_picker_listen"))
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-router-", dir=shared_folder()))
         stack.callback(_restore, scrape.VARIABLE, os.environ.get(scrape.VARIABLE))
         os.environ[scrape.VARIABLE] = directory
@@ -83,6 +86,8 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
             http_listen=http_listen,
             grpc_listen=grpc_listen,
             health_listen=health_listen,
+            endpoint_picker_listen=picker_listen,
+            pick_key=secrets.token_bytes(32),
             is_replacement=False,
         )
         scheme = "http" if settings.tls_cert is None else "https"

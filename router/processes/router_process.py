@@ -6,6 +6,7 @@ shares nothing.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 
 from prometheus_client import REGISTRY, Metric
@@ -33,6 +34,8 @@ class RouterProcess:
         self.http_listen = settings.http_listen
         self.grpc_listen = settings.grpc_listen
         self.health_listen = settings.health_listen
+        self.endpoint_picker_listen = settings.endpoint_picker_listen
+        self.pick_key = secrets.token_bytes(32)  # of this start of the router (`router.running.picks`)
         self.max_connections = settings.max_connections
         self._is_paused = False
         self.ledger: Ledger = LocalLedger()

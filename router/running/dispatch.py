@@ -84,6 +84,18 @@ class Dispatcher:
                 self._allow_another(request, progress, error, has_tokens=bool(sent))
                 decision = await self._pick(request, route, progress, error)
 
+    async def choose(self, request: GenerationRequest) -> tuple[Route, RoutingDecision]:
+        """Where `run` would send the request first, which may come to another router. Raises what `run` raises before
+        it asks a worker."""
+        route = await self._routes.route(request)
+
+        def pick() -> RoutingDecision:
+            return self._routes.pick(routing_request(request, route, self._routes.first_token(request)))
+
+        decision = await self._retries.pick(pick, request.deadline, None)
+        self._routes.admit(request, decision)
+        return route, decision
+
     async def _pick(
         self, request: GenerationRequest, route: Route, progress: Progress, lost: WorkerLostError | None
     ) -> RoutingDecision:
@@ -93,9 +105,11 @@ class Dispatcher:
             first_token = self._routes.first_token(request) if progress.first_token_at is None else None
             return self._routes.pick(routing_request(request, route, first_token))
 
-        decision = await self._retries.pick(pick, request.deadline, lost)
-        if lost is None:
-            self._routes.admit(request, decision)
+        decision = self._routes.picked(request, route) if lost is None else None
+        if decision is None:
+            decision = await self._retries.pick(pick, request.deadline, lost)
+            if lost is None:
+                self._routes.admit(request, decision)
         cause = "new" if lost is None else "migration" if progress.num_output_tokens else "retry"
         self._routes.note(request, route, progress, decision, cause)
         return decision

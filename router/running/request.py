@@ -121,6 +121,7 @@ class GenerationRequest:
     traced: Traced | None = None  # None: it is not sampled
     is_follow_up: bool = False  # a further step of a request whose way was told of
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
+    picked: str = ""  # what an endpoint picker chose, signed (`router.running.picks`)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -155,6 +156,7 @@ class GenerationRequest:
             ),
             charge=Charge(self.charge.num_tokens),
             traced=None if self.traced is None else self.traced.sibling(),
+            picked="",
         )
 
 

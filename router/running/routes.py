@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -20,11 +21,13 @@ from protos.convert import LATER_PARAMETERS
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
-from router.policy.base import FirstTokenTarget, Policy, RoutingDecision, RoutingRequest
+from router.policy.base import FirstTokenTarget, Policy, Reasons, RoutingDecision, RoutingRequest
 from router.policy.embedding import least_loaded
+from router.policy.routing import fits, unusable
 from router.running.decisions import Decisions, bounded_lines
 from router.running.first_token_times import FirstTokenTimes
 from router.running.late import LateRequests
+from router.running.picks import Incarnation, Pick, Picks, UnusablePickError
 from router.running.request import Attempt, GenerationRequest, Progress
 
 log = logging.getLogger(__name__)
@@ -60,9 +63,11 @@ class Routes:
         clock: Callable[[], float] = time.monotonic,
         *,
         refuses_late: bool = False,
+        picks: Picks | None = None,
     ) -> None:
         """`refuses_late`: requests whose first token no workers can give in time; else they are served all the
-        same."""
+        same. `picks`: checks what endpoint pickers chose; None: nobody asks one."""
+        self.picks = picks
         self.policy = policy  # another one may take its place at any time
         self.late = LateRequests(refuses=refuses_late, clock=clock)
         self.first_tokens = FirstTokenTimes()
@@ -130,6 +135,71 @@ class Routes:
             self._decisions.add(request, decision, "refused")
             raise
 
+    def picked(self, request: GenerationRequest, route: Route) -> RoutingDecision | None:
+        """The decision of an endpoint picker that comes with the request; None if there is none, or none that can be
+        followed now."""
+        picks = self.picks
+        if picks is None or not request.picked or request.is_follow_up:
+            return None
+        try:
+            pick = picks.read(request.picked)
+            if (pick.request_id, pick.num_prompt_tokens) != (request.request_id, request.num_prompt_tokens):
+                raise UnusablePickError("other", "it is for another request")
+            picks.let_go(pick.number)
+            decision = self._as_picked(pick, routing_request(request, route))
+        except UnusablePickError as error:
+            picks.not_followed(request.request_id, error)
+            return None
+        picks.count("followed")
+        return decision
+
+    def _as_picked(self, pick: Pick, wanted: RoutingRequest) -> RoutingDecision:
+        """Raises `UnusablePickError`. Of several prefill workers the first has to be there."""
+        decode = self._still_there(pick.decode, wanted, wanted.num_tokens)
+        prefill = []
+        for number, incarnation in enumerate(pick.prefill):
+            try:
+                prefill.append(self._still_there(incarnation, wanted, wanted.num_prompt_tokens + 1))
+            except UnusablePickError:
+                if number == 0:
+                    raise
+        return RoutingDecision(
+            decode=decode,
+            prefill=tuple(prefill),
+            reasons=Reasons(
+                choices=[lambda: f"chosen by the endpoint picker of {pick.picker}", *map(_said, pick.reasons)]
+            ),
+            in_place=pick.in_place,
+            min_remote_tokens=pick.min_remote_tokens,
+            num_cached_tokens=pick.num_cached_tokens,
+            num_missing_tokens=pick.num_missing_tokens,
+            prefill_cost=pick.prefill_cost,
+            prefill_s=pick.prefill_s,
+            step_s=pick.step_s,
+            may_hedge=pick.may_hedge and len(prefill) > 1,
+            first_token_s=pick.first_token_s,
+        )
+
+    def _still_there(self, incarnation: Incarnation, wanted: RoutingRequest, num_tokens: int) -> Endpoint:
+        """Raises `UnusablePickError`."""
+        found = self._registry.fleet().incarnations((incarnation,))
+        if not found:
+            raise UnusablePickError("gone", f"{incarnation[0]} is not there any more")
+        endpoint = found[0].endpoint
+        why = unusable(endpoint, wanted) or endpoint.suspended
+        if not why and not fits(endpoint, num_tokens):
+            why = f"its context has {endpoint.max_model_len} tokens, too few"
+        if why:
+            raise UnusablePickError("gone", f"{endpoint.address}: {why}")
+        return endpoint
+
+    def ahead(self, route: Route, decision: RoutingDecision) -> AbstractContextManager[None]:
+        """Counts a request that was decided about and has not come yet as load of its workers."""
+        now, index = self._clock(), self._registry.blocks.index
+        for address in load_of(decision):
+            index.expect(address, route.block_names, now)
+        return self._registry.sending(load_of(decision))
+
     def note(
         self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, cause: str
     ) -> None:
@@ -169,6 +239,10 @@ def routing_request(
         in_place=request.wants_prompt_logprobs,
         first_token=first_token,
     )
+
+
+def _said(line: str) -> Callable[[], str]:
+    return lambda: line
 
 
 @functools.cache

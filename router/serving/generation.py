@@ -13,9 +13,11 @@ from common.errors import AbortedError
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.limits.admission import Admission
+from router.policy.base import RoutingDecision
 from router.running.beams import search
 from router.running.dispatch import Dispatcher
 from router.running.request import GenerationRequest, NewTokens, Output, Progress
+from router.running.routes import Route
 from router.serving.choices import Hold, Outputs, side_by_side
 from router.serving.endings import Endings, complete
 from text.answer_reader import AnswerReader, NewText
@@ -58,6 +60,10 @@ class Generation:
                                 return
                             if progress.abort_reason:
                                 raise AbortedError(progress.abort_reason)
+
+    async def choose(self, request: GenerationRequest) -> tuple[Route, RoutingDecision]:
+        """See `Dispatcher.choose`."""
+        return await self._dispatcher.choose(request)
 
     async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `charged`."""

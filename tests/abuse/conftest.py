@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.stack.stack_plan import free_ports
 from bench.quiet import QuietClient
 from tests.abuse.rude import RUDE_KEY, Target
 from tests.abuse.stalls import Stalls, loops_of
@@ -37,6 +38,7 @@ left each time again is found by doing it again (`Vitals.until_at_rest`). A test
 class Guarded(Fleet):
     client_options = ClientOptions(api_key=QUIET_KEY)
     keys_file: Path
+    picker: str
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +61,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, disk: Disk) -> Iterator[Guar
     )
     limits = folder / "limits.yaml"
     limits.write_text(f"tenants: {{noisy: {{requests_per_second: {NOISY_REQUESTS_PER_SECOND}}}}}\n")
+    [port] = free_ports(1)
     guarded = Guarded(
         folder,
         f"--model={folder / 'model'}",
@@ -72,9 +75,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, disk: Disk) -> Iterator[Guar
             "--receive-timeout=3",
             "--request-timeout=60",
             "--min-remote-tokens=1",
+            f"--endpoint-picker-listen=127.0.0.1:{port}",
         ),
     )
-    guarded.keys_file = keys
+    guarded.keys_file, guarded.picker = keys, f"127.0.0.1:{port}"
     with running(guarded):
         quiet = QuietClient(guarded.grpc, guarded.http, QUIET_KEY)  # what the first requests make is there from now on
         assert not quiet.stop().failures
@@ -93,8 +97,8 @@ def rest(fleet: Fleet) -> None:
 
 
 @pytest.fixture
-def target(fleet: Fleet) -> Target:
-    return Target.of(fleet)
+def target(fleet: Guarded) -> Target:
+    return Target.of(fleet, fleet.picker)
 
 
 @pytest.fixture(autouse=True)

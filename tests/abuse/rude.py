@@ -31,11 +31,12 @@ class Target:
     http: str
     prefill: str  # addresses of the workers' ports
     decode: str
+    picker: str  # of the router, for its proxy
 
     @classmethod
-    def of(cls, fleet: Fleet) -> Target:
+    def of(cls, fleet: Fleet, picker: str) -> Target:
         (prefill, decode) = fleet.members
-        return cls(fleet.grpc, fleet.http, prefill.address, decode.address)
+        return cls(fleet.grpc, fleet.http, prefill.address, decode.address, picker)
 
     @contextmanager
     def http_client(self, key: str | None = RUDE_KEY) -> Iterator[httpx.Client]:

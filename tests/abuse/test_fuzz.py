@@ -29,10 +29,12 @@ from protos.baton.v1 import (
     types_pb2,
     worker_pb2,
 )
+from protos.envoy import external_processor_pb2
 from protos.inference import open_inference_pb2
 from tests.abuse.mutate import message_of, mutated
 from tests.abuse.rude import OUR_FAULTS, RUDE_KEY, Target, call, channel, metadata
 from tests.abuse.vitals import Vitals
+from tests.router.envoy import request_headers
 
 CALL_S = 2.0  # of one call: those that answer at length are cut off
 AT_A_TIME = 8
@@ -56,7 +58,8 @@ ROUTER = [
 WORKER = [service(worker_pb2, "WorkerService"), HEALTH, REFLECTION]
 PREFILL = [*WORKER, service(prefill_pb2, "PrefillService")]
 DECODE = [*WORKER, service(decode_pb2, "DecodeService")]
-PORTS = {"grpc": ROUTER, "prefill": PREFILL, "decode": DECODE}
+PICKER = [service(external_processor_pb2, "ExternalProcessor"), HEALTH]
+PORTS = {"grpc": ROUTER, "prefill": PREFILL, "decode": DECODE, "picker": PICKER}
 NOT_ASKED = ("baton.v1.WorkerService.Drain", "baton.v1.WorkerService.Pause")  # they do what they are for
 
 INFER = open_inference_pb2.ModelInferRequest(
@@ -91,6 +94,7 @@ RIGHT: dict[str, Callable[[Target], Message]] = {
             )
         ]
     ),
+    "Process": lambda _: request_headers("/v1/completions", {"authorization": f"Bearer {RUDE_KEY}"}),
     "Prefill": lambda _: prefill_pb2.PrefillRequest(
         start=prefill_pb2.PrefillStart(request_id="p", prompt_token_ids=[5] * 40, sampling_params=LITTLE)
     ),

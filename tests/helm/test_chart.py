@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parent / "golden"
 ROLES = ("prefill", "decode")
 CUSTOM = {
     "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "LeaderWorkerSet",
-    "Certificate", "Issuer", "HTTPRoute", "GRPCRoute", "TriggerAuthentication",
+    "Certificate", "Issuer", "HTTPRoute", "GRPCRoute", "InferencePool", "TriggerAuthentication",
 }  # fmt: skip
 EVERYTHING: dict[str, object] = {
     "metrics.serviceMonitor.enabled": True,
@@ -73,6 +73,10 @@ VARIANTS: dict[str, dict[str, object]] = {
             "image": "registry.example.com/lmcache:0.5",
             "redis": {"url": "redis://redis.prod:6380", "existingSecret": "redis"},
         },
+    },
+    "endpoint picker": {
+        "gateway": {"enabled": True, "parentRefs": [{"name": "edge"}], "endpointPicker": {"enabled": True}},
+        "tls.enabled": True,
     },
     "secret": {"autoscaler.tls": {"mode": "secret", "secretName": "metrics-tls"}},
 }

@@ -51,17 +51,17 @@ def test_kserve_takes_the_objects() -> None:
             for served in definition["spec"]["versions"]
             if served["name"] == version
         ]
-        jsonschema.validate(one, _closed(schema))
+        jsonschema.validate(one, closed(schema))
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """An API server drops fields that a schema does not name; here they are errors."""
     made = {
-        name: {key: _closed(value) for key, value in inner.items()} if name == "properties" else inner
+        name: {key: closed(value) for key, value in inner.items()} if name == "properties" else inner
         for name, inner in schema.items()
     }
     if isinstance(made.get("items"), dict):
-        made["items"] = _closed(made["items"])
+        made["items"] = closed(made["items"])
     preserves = made.get("x-kubernetes-preserve-unknown-fields") or made.get("x-kubernetes-int-or-string")
     if made.get("type") == "object" and "properties" in made and not preserves:
         made.setdefault("additionalProperties", False)

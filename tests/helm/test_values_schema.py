@@ -66,6 +66,8 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
         "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample",
         "trace_content",
+        "endpoint_picker_listen", "endpoint_picker_address", "endpoint_picker_replicas", "endpoint_picker_key_file",
+        "endpoint_picker_tls",
         "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_max_stored_mb",
         "batch_keep_days",
     }  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 
 from tests.helm.chart import CHART, MODES, arguments
 from tests.helm.test_chart import CUSTOM, VARIANTS
+from tests.helm.test_gateway import INFERENCE_POOLS
 from tests.kube.control_plane import ControlPlane
 from tests.kube.release import Release
 
@@ -15,6 +16,8 @@ from tests.kube.release import Release
 @pytest.fixture(scope="module")
 def with_crds(control_plane: ControlPlane, crds: Path) -> ControlPlane:
     control_plane.kubectl("apply", "--server-side", "-R", "-f", str(crds))
+    if "inferencepools.inference.networking.k8s.io" not in control_plane.kubectl("get", "crd", "-o", "name"):
+        control_plane.kubectl("apply", "--server-side", "-f", str(INFERENCE_POOLS))
     established = ("wait", "--for=condition=Established", "crd", "--all", "--timeout=10s")
     control_plane.kubectl_until("custom resource definitions", *established)
     control_plane.run("kubectl", "create", "namespace", "prod")

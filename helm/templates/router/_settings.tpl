@@ -8,6 +8,17 @@
 {{- if include "baton.asksClients" . }}{{- $_ := set $settings "tls_client_ca" "/etc/baton-client-ca/ca.crt" }}{{ end -}}
 {{- if include "baton.apiKeysSecret" . }}{{- $_ := set $settings "api_keys_file" "/etc/baton-keys/keys" }}{{ end -}}
 {{- if .Values.limits }}{{- $_ := set $settings "limits_file" "/etc/baton-limits/limits.yaml" }}{{ end -}}
+{{- with .Values.gateway.endpointPicker -}}
+{{- if .enabled -}}
+{{- if and (eq .tls "router") (not $.Values.tls.enabled) -}}
+{{- fail "gateway.endpointPicker.tls: router is for tls.enabled" -}}
+{{- end -}}
+{{- $_ := set $settings "endpoint_picker_listen" "0.0.0.0:9002" -}}
+{{- $_ := set $settings "endpoint_picker_replicas" (printf "k8s:///%s/%s:http" $.Release.Namespace (include "baton.name" (dict "root" $ "component" "router"))) -}}
+{{- $_ := set $settings "endpoint_picker_key_file" "/etc/baton-picker/keys" -}}
+{{- $_ := set $settings "endpoint_picker_tls" .tls -}}
+{{- end -}}
+{{- end -}}
 {{- $_ := set $settings "http_listen" "0.0.0.0:8000" -}}
 {{- $_ := set $settings "grpc_listen" "0.0.0.0:50051" -}}
 {{- if gt (int .Values.router.processes) 1 }}{{- $_ := set $settings "processes" (int .Values.router.processes) }}{{ end -}}
@@ -27,5 +38,14 @@
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := get $root.Values $role -}}
 {{- if and (include "baton.autoscaled" (dict "root" $root "values" $values)) (eq (int $values.autoscaling.minReplicas) 0) -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of the Secret by which routers sign and check what an endpoint picker chose; empty if there is no picker. */}}
+{{- define "baton.pickerSecret" -}}
+{{- with .Values.gateway.endpointPicker -}}
+{{- if .enabled -}}
+{{- default (printf "%s-endpoint-picker" (include "baton.fullname" $)) .existingSecret -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -40,6 +40,8 @@ def place_in(folder: Path) -> ProcessSpec:
         http_listen="127.0.0.1:0",
         grpc_listen="127.0.0.1:0",
         health_listen=None,
+        endpoint_picker_listen=None,
+        pick_key=b"k" * 32,
         is_replacement=False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 from protos.baton.v1 import admin_pb2, admin_pb2_grpc, demand_pb2, demand_pb2_grpc, router_pb2, router_pb2_grpc
+from tests.router.envoy import Envoy
 from tests.router.processes.running import REQUEST, RunningProcesses, running, sockets, start
 from tests.router.test_live_page import Page, events_of
 from tests.support.fake_worker import FakeWorker
@@ -93,10 +95,27 @@ async def orders_reach_both(router: RunningProcesses, worker: FakeWorker, client
     worker.hang_after = None
 
 
-async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path) -> None:
+async def choices_hold_in_both(router: RunningProcesses, address: str, client: httpx.AsyncClient) -> None:
+    """What the endpoint picker of one process chooses, whichever gets the request."""
+    body = json.dumps(REQUEST).encode()
+    for _ in range(6):
+        channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        envoy = Envoy(address, channel)
+        told, response = await envoy.http(COMPLETIONS, body, client=client)
+        assert response is not None
+        assert response.status_code == 200
+        assert told.endpoints == [f"127.0.0.1:{router.port}"]
+        await envoy.close()
+    assert await router.metric("baton_router_picked_requests_total", outcome="followed") == 6
+    assert await router.metric("baton_router_picks_served_total", by="first") == 6
+
+
+async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path, unused_port: int) -> None:
     limits = tmp_path / "limits.yaml"
     limits.write_text("default: {streams: 8}")
-    async with running(decode=[worker.address], limits_file=str(limits)) as router, router.client() as client:
+    picker = f"127.0.0.1:{unused_port}"
+    settings = {"decode": [worker.address], "limits_file": str(limits), "endpoint_picker_listen": picker}
+    async with running(**settings) as router, router.client() as client:
         pids = router.pids()
         assert len(pids) == 2
         # Connections reach both.
@@ -138,6 +157,7 @@ async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path) 
                 assert fleet.workers[0].tokens_per_second > 0
         assert len(epochs) == 1
         await orders_reach_both(router, worker, client)
+        await choices_hold_in_both(router, picker, client)
         # A limit is one for both.
         worker.delay_s = 0.05
         streams, statuses = await begin(client, 20)
