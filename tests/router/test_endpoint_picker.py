@@ -119,7 +119,7 @@ async def test_a_request_goes_where_the_picker_says(gateway: Gateway, worker: Fa
         ("/v1/responses", {"input": "Hello there"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}),
         ("/v1/chat/completions?x=1", {"messages": [{"role": "user", "content": "Hello"}], "stream": True}),
-        (CHAT, {"messages": [{"role": "user", "content": "Hello"}], "request_id": "in the body"}),
+        (CHAT, {"messages": [{"role": "user", "content": "Hello"}], "request_id": "in-the-body"}),
     ],
     ids=str,
 )
@@ -178,7 +178,8 @@ async def test_what_is_wrong_is_said_by_the_router(
     assert (response.status_code, response.json()["error"]["param"]) == (status, field)
 
 
-async def test_trailers_and_large_bodies(gateway: Gateway) -> None:
+async def test_trailers_and_large_bodies(worker: FakeWorker, start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(worker, max_request_mb=1)
     body = json.dumps({"prompt": "Hello", "user": "x" * 3 * CHUNK_BYTES}).encode()
     async with gateway.envoy.exchange() as exchange:
         first = request_headers("/v1/completions", {})
