@@ -767,6 +767,33 @@ def test_nothing_leaks_in_any_order(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [pb.ProcessingRequest()],
+        [*RIGHT[1:3]],
+        [RIGHT[0], RIGHT[0]],
+        [*RIGHT[:2], pb.ProcessingRequest()],
+        [*RIGHT[:4], RIGHT[1]],
+        [RIGHT[-1]],
+        [*RIGHT[:4], RIGHT[-1]],
+        [*RIGHT[:4], pb.ProcessingRequest(response_trailers=pb.HttpTrailers())],
+        [*RIGHT, response_headers(None)],
+        [pb.ProcessingRequest(observability_mode=True, request_headers=RIGHT[0].request_headers)],
+        [request_headers("/", {f"x-{number}": "y" for number in range(2000)})],
+    ],
+    ids=lambda messages: "-".join(str(one.WhichOneof("request")) for one in messages),
+)
+async def test_what_comes_out_of_order_ends_the_stream(messages: list[pb.ProcessingRequest]) -> None:
+    picker, context = _Picker(None, waits=False), _Context([one.SerializeToString() for one in messages], ends=True)
+    admission = Admission(Registry([], []), Demand(), Gate(), max_request_bytes=1000)
+    service = ExternalProcessorService(cast("EndpointPicker", picker), admission, Gate())
+    with pytest.raises(grpc.aio.AbortError):
+        await service.handle(None, cast("Any", context))
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert picker.replicas.num_open == 0
+
+
 def test_texts_of_messages() -> None:
     hint = request_headers("/", {}, subset=["a:1, b:2", "c:3"]).metadata_context
     assert subset_of(hint) == {"a:1", "b:2", "c:3"}
