@@ -77,7 +77,7 @@ class ExternalProcessorService:
         self._gate = gate
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        handler = grpc.stream_stream_rpc_method_handler(
+        handler: grpc.RpcMethodHandler[object, object] = grpc.stream_stream_rpc_method_handler(
             self.handle, None, lambda message: cast("pb.ProcessingResponse", message).SerializeToString()
         )
         add_handlers(server, SERVICE.full_name, {"Process": handler})
@@ -146,15 +146,14 @@ class _Stream:
         client, has_known_key = self._picker.client(headers)
         try:
             with self._gate.requests(client.name if client else ""), self._admission.gate.bytes_held() as held:
-                chunks: list[bytes] | None = None
-                last: pb.ProcessingRequest | None = first
+                body, has_trailers = None, False
                 if self._modes.gets_body and not first.request_headers.end_of_stream:
-                    chunks = []
+                    chunks: list[bytes] = []
                     last = await self._read_body(chunks, held)
                     if last is None or last.WhichOneof("request") not in _REQUEST_BODY:
                         return last
-                body = None if chunks is None else b"".join(chunks)
-                del chunks
+                    body, has_trailers = b"".join(chunks), last.HasField("request_trailers")
+                    del chunks
                 asked = HttpRequest(
                     method=headers.get(":method", ""),
                     path=path,
@@ -171,7 +170,6 @@ class _Stream:
                 async with asyncio.timeout(self._gate.limits.receive_timeout_s):
                     await self._context.write(messages.chosen(choice))
                     if body is not None:
-                        has_trailers = last.HasField("request_trailers")
                         for piece in messages.request_body(body, is_end=not has_trailers):
                             await self._context.write(piece)
                         if has_trailers:
