@@ -166,7 +166,8 @@ router_retries = Counter(
 )
 router_migrations = Counter(
     "baton_router_migrations",
-    "Requests moved to another decode worker: lost after the first token (by gRPC status), or draining (drain).",
+    "Requests moved to another decode worker: lost after the first token (by gRPC status), or handed over by one that "
+    "drains (drain) or takes prompts alone from now on (role).",
     ["reason"],
 )
 router_retries_refused = Counter(
@@ -249,7 +250,12 @@ autoscaler_held_requests = _gauge(
 )
 autoscaler_leads = _gauge("baton_autoscaler_leads", "1 if this replica sets replicas and deletion costs.")
 autoscaler_scalings = Counter("baton_autoscaler_scalings", "Changes of replicas made.", ["role", "direction"])
-autoscaler_failures = _counter("baton_autoscaler_failures", "What the cluster refused.", "action", ("act",))
+autoscaler_role_shifts = Counter(
+    "baton_autoscaler_role_shifts", "Workers of both roles that were told to take work of another role.", ["role"]
+)
+autoscaler_failures = _counter(
+    "baton_autoscaler_failures", "What the cluster (act) or a worker (role) refused.", "action", ("act", "role")
+)
 
 # ------------------------------------------------------------------------------------------------ worker
 
@@ -261,6 +267,11 @@ worker_leases = _gauge("baton_worker_leases", "Finished prefills whose blocks ar
 worker_leases_kept = Counter(
     "baton_worker_leases_kept",
     "Prefill streams that ended otherwise than by their decode worker's word, and whose blocks were kept for a while.",
+)
+worker_role_shifts = Counter(
+    "baton_worker_role_shifts",
+    "Changes of the role that a worker of both roles takes work of, by the new role and by whom (planner, operator).",
+    ["role", "by"],
 )
 worker_paused = _gauge("baton_worker_paused", "1 while an operator has this worker take no new work.")
 worker_streams = Counter("baton_worker_streams", "Streams that ended, by service and gRPC status.", ["service", "code"])

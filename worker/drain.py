@@ -18,7 +18,6 @@ import time
 from common import metrics
 from common.errors import UnavailableError
 from engine import messages as m
-from worker.engine_stream import HandoverDue
 from worker.shell import Worker
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ async def drain(worker: Worker) -> int:
     log.info("draining", extra={"timeout_s": worker.drain_timeout, "num_streams": len(worker.active)})
     is_idle = await worker.wait_idle(worker.drain_timeout * HANDOVER_AT)
     while not is_idle and (left_s := deadline - time.monotonic()) > 0:
-        _offer_handover(worker)
+        worker.offer_handover()
         is_idle = await worker.wait_idle(min(OFFER_INTERVAL_S, left_s))
     num_cut = _cut(worker)
     await _wait_stored(worker, deadline)
@@ -55,13 +54,6 @@ async def _wait_stored(worker: Worker, deadline: float) -> None:
         return
     if num_unstored:
         log.warning("drain timeout: computed KV is not stored", extra={"num_blocks": num_unstored})
-
-
-def _offer_handover(worker: Worker) -> None:
-    for work in worker.active:
-        if work.service == "decode" and work.stream is not None:
-            work.stream.put(HandoverDue())
-            log.debug("offering a handover", extra={"request_id": work.request_id})
 
 
 def _cut(worker: Worker) -> int:

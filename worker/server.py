@@ -87,17 +87,20 @@ async def serve(
         for name in ("", *names):
             health.set(name, SERVING)
         _drain_on_signals(worker)
+        worker.roles.begin()
         log.info("serving", extra={"address": worker.address, "epoch": worker.epoch, "fingerprint": worker.fingerprint})
         on_ready(worker.address)
         num_cut = 0
         if not await _wait_for_end(worker):
             worker.state = WorkerState.DRAINING
+            worker.roles.close()  # the drain offers all that is left
             health.end()
             await worker.engine.notify_load()
             num_cut = await drain(worker)
         return 1 if num_cut or worker.engine.died.is_set() or vital.failure is not None else 0
     finally:
         vital.cancel()
+        worker.roles.close()
         await server.stop(CLOSE_GRACE_S)
         if probed is not None:
             await probed.stop(None)

@@ -38,8 +38,9 @@ from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient
 from worker.engine_process import StartEngine
-from worker.engine_stream import EngineStream
+from worker.engine_stream import EngineStream, HandoverDue
 from worker.profiles import Profiles
+from worker.role import Pin, RoleShifts
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Worker:
         self.worker_id = worker_id(settings, role, self.epoch)
         self.address = ""  # as others reach it; set once the port is bound
         self.state = WorkerState.READY
+        self.roles = RoleShifts(role, settings, self.offer_handover)
         self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch, start_engine)
         self.channels = ChannelPool(Channels(settings))
         self.profiles = Profiles(self.engine)
@@ -189,6 +191,25 @@ class Worker:
         self.state = WorkerState.PAUSED if is_paused else WorkerState.READY
         metrics.worker_paused.set(is_paused)
         await self.engine.notify_load()
+
+    async def set_role(self, role: WorkerRole, pin: Pin | None, num_shifts: int | None, reason: str) -> int:
+        """See `RoleShifts`. Returns how many streams of work go on that it takes no longer. Raises
+        `IncompatibleError`."""
+        if self.drain_requested.is_set():
+            raise IncompatibleError(f"worker {self.worker_id} drains, and will end")
+        self.roles.check(role, pin, num_shifts)
+        left = {WorkerRole.PREFILL: "decode", WorkerRole.DECODE: "prefill"}.get(role)
+        num_streams = sum(work.service == left for work in self.active)
+        if self.roles.set(role, pin, reason, num_streams):
+            await self.engine.notify_load()
+        return num_streams
+
+    def offer_handover(self) -> None:
+        """Offers each answer to its router, which takes it elsewhere if another decode worker is ready."""
+        for work in self.active:
+            if work.service == "decode" and work.stream is not None:
+                work.stream.put(HandoverDue())
+                log.debug("offering a handover", extra={"request_id": work.request_id})
 
     def abort(self, request_id: str, reason: str) -> int:
         """Ends this request's answers and embeddings here. Returns how many there were. A prefill ends with the answer

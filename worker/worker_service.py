@@ -14,15 +14,16 @@ import grpc
 
 from common.block_hash import HASH_BYTES, root_hash
 from common.cache_hints import MAX_RETAIN_S, check_retain_s
-from common.errors import InvalidArgumentError
+from common.errors import IncompatibleError, InvalidArgumentError
 from common.logs import LEVELS
 from common.model_files import tokenizer_files
 from common.types import WorkerLoad
 from common.version import VERSION
 from engine import messages as m
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
-from protos.convert import SAMPLING_PARAMETERS, role_to_proto, state_to_proto
+from protos.convert import SAMPLING_PARAMETERS, role_of, role_to_proto, state_to_proto
 from protos.messages import message_of
+from worker.role import Pin
 from worker.shell import Worker, check_hint, check_names
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,13 @@ _ACTIONS = {
     worker_pb2.CACHE_ACTION_RETAIN: m.CacheAction.RETAIN,
     worker_pb2.CACHE_ACTION_EVICT: m.CacheAction.EVICT,
     worker_pb2.CACHE_ACTION_PREFETCH: m.CacheAction.PREFETCH,
+}
+
+MAX_REASON_CHARS = 1024
+_PINS: dict[int, Pin | None] = {
+    worker_pb2.SetWorkerRoleRequest.PIN_UNSPECIFIED: None,
+    worker_pb2.SetWorkerRoleRequest.PIN_SET: "set",
+    worker_pb2.SetWorkerRoleRequest.PIN_CLEARED: "cleared",
 }
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -174,6 +182,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         log.warning("resumed: new work is taken again", extra={"peer": context.peer()})
         return worker_pb2.ResumeWorkerResponse()
 
+    async def SetRole(  # noqa: N802
+        self, request: worker_pb2.SetWorkerRoleRequest, context: Context
+    ) -> worker_pb2.SetWorkerRoleResponse:
+        worker, role = self._worker, role_of(request.role)
+        if role is None:
+            raise InvalidArgumentError("role", "must be prefill, decode or both")
+        if request.pin not in _PINS:
+            raise InvalidArgumentError("pin", f"{request.pin} is not known")
+        if len(request.reason) > MAX_REASON_CHARS or not request.reason.isprintable():
+            raise InvalidArgumentError("reason", f"must be printable, with at most {MAX_REASON_CHARS} characters")
+        if request.epoch not in ("", worker.epoch):
+            raise IncompatibleError("another process answers at this address by now")
+        num_shifts = request.num_role_shifts if request.epoch else None
+        reason = request.reason or f"asked by {context.peer()}"
+        num_streams = await worker.set_role(role, _PINS[request.pin], num_shifts, reason)
+        return worker_pb2.SetWorkerRoleResponse(num_streams=num_streams, num_role_shifts=worker.roles.num_shifts)
+
     async def Abort(self, request: worker_pb2.AbortWorkRequest, context: Context) -> worker_pb2.AbortWorkResponse:  # noqa: N802
         if not request.request_id:
             raise InvalidArgumentError("request_id", "is missing")
@@ -228,13 +253,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _load(worker: Worker, load: WorkerLoad) -> worker_pb2.WorkerLoad:
-    known = worker.engine.batch_time
+    known, roles = worker.engine.batch_time, worker.roles
     return message_of(
         load,
         worker_pb2.WorkerLoad,
         state=state_to_proto(worker.state),
         epoch=worker.epoch,
         batch_time_version=0 if known is None else known.version,
+        role=role_to_proto(roles.role) if roles.moves else worker_pb2.WORKER_ROLE_UNSPECIFIED,
+        num_role_shifts=roles.num_shifts,
+        role_pinned=roles.is_pinned,
     )
 
 

@@ -16,15 +16,21 @@ from baton.cli.options import AS_JSON, SettingsCommand
 from baton.cli.profile_worker import MAX_SECONDS, MAX_STEPS, write_profile
 from common.config import ClientSettings
 from common.errors import ConfigError
+from common.types import WorkerRole
 
 if TYPE_CHECKING:
     from baton.client.admin import OrderResult, Target
     from baton.client.sync_client import Client
 
-ORDERS = ("state", "drain", "pause", "resume", "abort", "flush", "log-level", "reload", "profile")
-WITH_WHAT = {"abort": "the id of a request", "log-level": "debug, info, warning or error"}
+ORDERS = ("state", "drain", "pause", "resume", "roles", "abort", "flush", "log-level", "reload", "profile")
+ROLES = ("prefill", "decode", "both", "auto")
+WITH_WHAT = {
+    "abort": "the id of a request",
+    "log-level": "debug, info, warning or error",
+    "roles": "prefill, decode, both, or auto, which leaves it to planners",
+}
 OF_ONE_WORKER = ("drain", "profile")
-OF_WORKERS = (*OF_ONE_WORKER, "flush")
+OF_WORKERS = (*OF_ONE_WORKER, "flush", "roles")
 WITH_TARGET = (*OF_WORKERS, "pause", "resume", "log-level")
 
 
@@ -79,6 +85,8 @@ def _check(order: str, what: str | None, targets: Sequence[str]) -> None:
     """Raises `ConfigError`."""
     if order in WITH_WHAT and what is None:
         raise ConfigError("WHAT", f"is missing: {WITH_WHAT[order]}")
+    if order == "roles" and what not in ROLES:
+        raise ConfigError("WHAT", f"{what!r} is none of {', '.join(ROLES)}")
     if order not in WITH_WHAT and what is not None:
         raise ConfigError("WHAT", f"is for {' and '.join(WITH_WHAT)}")
     if order not in WITH_TARGET:
@@ -109,6 +117,10 @@ def _carry_out(client: Client, asked: Asked) -> int:
             return _show(orders.pause(target), asked, lambda one: f"paused, {one.num_running} go on")
         case "resume":
             return _show(orders.resume(target), asked, lambda _: "takes work again")
+        case "roles":
+            role = None if asked.what == "auto" else WorkerRole(asked.what)
+            words = f"takes {role.value} work, pinned" if role else "takes work of both roles, as planners see fit"
+            return _show(orders.set_role(role, target), asked, lambda one: f"{words}; {one.num_running} go on")
         case "flush":
             return _show(
                 orders.flush_cache(target),
@@ -148,6 +160,8 @@ def _show_state(client: Client, *, as_json: bool) -> int:
     print(f"router: {takes}, {router.num_requests} run, {processes}, log level {router.log_level}")
     for one in state.workers:
         role, standing = one.role or "?", one.state or "?"
+        if one.takes not in (None, one.role) or one.role_pinned:
+            role += f" (takes {one.takes or '?'}{', pinned' if one.role_pinned else ''})"
         print(f"{one.address}: {role}, {standing}, {one.num_requests_running} run, {one.num_requests_waiting} wait")
     return 0
 
@@ -183,12 +197,14 @@ ADMIN = SettingsCommand(
     "admin",
     ClientSettings,
     admin,
-    about="Orders of operators: drain, pause, abort, flush caches, log levels, reload, profile.",
+    about="Orders of operators: drain, pause, roles, abort, flush caches, log levels, reload, profile.",
     examples=[
         "baton admin state",
         "baton admin pause --worker 10.0.0.5:50061",
         "baton admin resume --all-workers",
         "baton admin drain --worker 10.0.0.5:50061 --seconds 60",
+        "baton admin roles prefill --worker 10.0.0.5:50061",
+        "baton admin roles auto --all-workers",
         "baton admin abort my-request-7",
         "baton admin flush --all-workers",
         "baton admin log-level debug --all",

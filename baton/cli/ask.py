@@ -185,7 +185,7 @@ def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
     for one in workers:
         counts = [one.num_requests_running, one.num_requests_waiting, one.num_blocks]
         counts += [one.num_free_blocks, one.num_cached_blocks, one.num_leases]
-        cells = [one.role.value, one.address, one.state.value, one.dtype, *map(str, counts)]
+        cells = [one.role_words, one.address, one.state.value, one.dtype, *map(str, counts)]
         if wide:
             cells += [str(one.num_queued_prompt_tokens), str(one.num_known_blocks)]
             cells += [f"{one.hit_rate:.0%}", f"{one.tokens_per_second:.1f}", one.breaker, _step_times(one)]

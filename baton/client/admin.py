@@ -13,6 +13,7 @@ from baton.client.profiles import profile_message, profile_of
 from baton.client.report import Profile
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from protos.convert import role_to_proto
 from protos.messages import value_of
 
 
@@ -32,7 +33,7 @@ class OrderResult:
 
     address: str = ""  # of the worker; empty: the router
     error: str = ""  # why it was not carried out; empty if it was
-    num_running: int = 0  # pause: requests (a router's) or streams (a worker's) that go on
+    num_running: int = 0  # pause, set_role: requests (a router's) or streams (a worker's) that go on
     num_device_blocks: int = 0  # flush: KV blocks that were forgotten
     num_host_blocks: int = 0  # likewise, in host memory alone
 
@@ -52,6 +53,9 @@ class WorkerStanding:
     state: WorkerState | None = None
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    takes: WorkerRole | None = None  # of which role it takes work now; it may be one of both
+    role_pinned: bool = False  # an operator chose that
+    num_role_shifts: int = 0  # how often that has changed since the worker started
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -105,6 +109,12 @@ class Admin:
         return value_of(
             self._ask(self._stub.AbortRequest, admin_pb2.AbortRequestRequest(request_id=request_id)), Aborted
         )
+
+    def set_role(self, role: WorkerRole | None, target: Target) -> tuple[OrderResult, ...]:
+        """Has workers of both roles take work of one, and pins it: no planner changes it. None: both again, and
+        planners may."""
+        wanted = None if role is None else role_to_proto(role)
+        return self._order(self._stub.SetRole, admin_pb2.SetRoleRequest(target=_target(target), role=wanted))
 
     def flush_cache(self, target: Target) -> tuple[OrderResult, ...]:
         """Has workers forget their cached KV blocks, but for what the store has."""

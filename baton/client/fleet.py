@@ -12,6 +12,9 @@ def fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
     load = worker.load
     return FleetWorker(
         role=role_of(worker.info.role) or role_of(worker.role) or WorkerRole.BOTH,
+        takes=role_of(load.role),
+        role_pinned=load.role_pinned,
+        num_role_shifts=load.num_role_shifts,
         address=worker.address,
         epoch=worker.info.epoch or load.epoch,
         state=state_of(worker.state),

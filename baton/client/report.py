@@ -131,6 +131,16 @@ class FleetWorker:
     time_error_p90: float = 0.0
     time_drifts: bool = False  # steps take other times than it says, all the time
     goes_by_slack: bool = False  # computes first what has the least time left to meet its latency targets
+    takes: WorkerRole | None = None  # of a worker of both roles: of which it takes work now
+    role_pinned: bool = False  # an operator chose that
+    num_role_shifts: int = 0  # how often that has changed since the worker started
+
+    @property
+    def role_words(self) -> str:
+        """Its role; of one that may change it, the role that it takes work of."""
+        takes = self.takes or self.role
+        role = takes.value if takes is self.role else f"{takes.value} of {self.role.value}"
+        return f"{role}, pinned" if self.role_pinned else role
 
 
 @dataclass(slots=True, frozen=True)

@@ -86,7 +86,7 @@ def worker_row(worker: FleetWorker) -> tuple[str, ...]:
     num_owned = worker.num_blocks - worker.num_free_blocks - worker.num_cached_blocks
     owned = num_owned / worker.num_blocks if worker.num_blocks else 0.0
     return (
-        worker.role.value,
+        worker.role_words,
         worker.address,
         worker.state.value,
         str(worker.num_requests_running),

@@ -45,11 +45,24 @@ class AutoscalerSettings(TlsSettings, LogSettings):
         None, description="deployment/NAME, statefulset/NAME or leaderworkerset/NAME of the prefill workers"
     )
     decode_workload: str | None = Field(None, description="that of the decode workers")
+    both_workload: str | None = Field(None, description="that of workers of both roles, whose roles move")
     deletion_costs: bool = Field(False, description="emptiest pods go first: set their deletion cost (k8s:/// only)")
     prefill_min: int = Field(1, ge=0, description="fewest prefill workers; 0 scales to zero")
     prefill_max: Positive = Field(10, description="most prefill workers")
     decode_min: int = Field(1, ge=0, description="fewest decode workers; 0 scales to zero")
     decode_max: Positive = Field(10, description="most decode workers")
+    both_min: int = Field(2, ge=0, description="fewest workers of both roles; 0 scales to zero")
+    both_max: Positive = Field(20, description="most workers of both roles")
+    move_roles: bool = Field(
+        False,
+        description="workers that are in --prefill and in --decode take work of the role that is short; pods are asked "
+        "for only if the fleet is short as a whole (docs/roles.md)",
+    )
+    role_interval: float = Field(30.0, ge=1, description="seconds from one change of a worker's role to the next")
+    role_delay: float = Field(3.0, ge=0, description="seconds that a role must be short before a worker's role changes")
+    role_gain: float = Field(
+        0.1, ge=0, lt=1, description="share of what the shorter role lacks that a change of a role must take away"
+    )
     target_queued_tokens: float = Field(8192, gt=0, description="prompt tokens queued for each prefill worker")
     target_prefill_rate: float | None = Field(
         None, gt=0, description="prompt tokens/s that one prefill worker should be given; learned if unset"

@@ -163,6 +163,16 @@ class WorkerSettings(
         ge=0,
         description="seconds that SIGTERM lets streams and leases end; streams are handed over after 3/4 of them",
     )
+    start_role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="of baton worker: of which role it takes work at first (docs/roles.md)"
+    )
+    pin_role: bool = Field(False, description="of baton worker: no planner changes that role")
+    role_handover: float = Field(
+        10.0,
+        ge=0,
+        description="seconds that answers may go on at a worker that begins to take prompts alone; then they are handed "
+        "over",
+    )
     metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off if unset")
     record_steps: str = Field(
         "", description="file that the engine's first steps are written to, with the KV that they read (baton replay)"

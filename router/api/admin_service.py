@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from common.errors import BatonError, InvalidArgumentError, NotFoundError, UnavailableError
+from common.errors import BatonError, IncompatibleError, InvalidArgumentError, NotFoundError, UnavailableError
 from common.grpc.calls import Context
 from common.logs import LEVELS
+from common.types import WorkerRole, WorkerState
 from common.validation import check_request_id
 from protos.baton.v1 import admin_pb2, router_pb2, worker_pb2
-from protos.convert import role_to_proto, state_to_proto
+from protos.convert import role_of, role_to_proto, state_to_proto
 from router.api.audit_log import note
 from router.api.fleet_service import profile
 from router.api.router_orders import ProcessState, RouterOrders
@@ -56,10 +57,13 @@ class AdminService:
         workers = [
             admin_pb2.WorkerStanding(
                 address=one.address,
-                role=role_to_proto(one.role),
+                role=role_to_proto(self._registry.configured_role(one.address)),
                 state=state_to_proto(one.state),
                 num_requests_running=one.load.num_requests_running,
                 num_requests_waiting=one.load.num_requests_waiting,
+                takes=role_to_proto(one.role),
+                role_pinned=one.taken is not None and one.taken.is_pinned,
+                num_role_shifts=one.taken.num_shifts if one.taken is not None else 0,
             )
             for one in self._registry.endpoints()
         ]
@@ -128,6 +132,32 @@ class AdminService:
                 words += f" that answered; {len(response.failures)} did not: {response.failures[0].error}"
             raise NotFoundError(words, field="request_id")
         return response
+
+    async def SetRole(self, request: admin_pb2.SetRoleRequest, _context: Context) -> admin_pb2.OrderResponse:  # noqa: N802
+        role = role_of(request.role) if request.role else WorkerRole.BOTH
+        if role is None:
+            raise InvalidArgumentError("role", "must be prefill, decode or both")
+        kind = _kind(request.target)
+        note(target=request.target.worker or kind, role=role.value if request.role else "cleared")
+        kinds = worker_pb2.SetWorkerRoleRequest
+        pin = kinds.PIN_SET if request.role else kinds.PIN_CLEARED
+        order = kinds(role=role_to_proto(role), pin=pin, reason="an operator's order")
+        if role is WorkerRole.PREFILL and kind in (WORKER, ALL_WORKERS):
+            self._check_some_decode_left(request.target)
+        return await self._carry_out(
+            request,
+            lambda worker: worker.SetRole(order, timeout=TIMEOUT_S),
+            lambda said: admin_pb2.OrderResult(num_running=said.num_streams),
+        )
+
+    def _check_some_decode_left(self, target: admin_pb2.Target) -> None:
+        """Raises `IncompatibleError` if no worker that takes requests would be left beside the order's target."""
+        named = {target.worker} if target.worker else {one.address for one in self._registry.endpoints()}
+        if not any(
+            one.can_decode and one.state is WorkerState.READY and one.address not in named
+            for one in self._registry.endpoints()
+        ):
+            raise IncompatibleError("no ready worker would be left that takes requests")
 
     async def FlushCache(  # noqa: N802
         self, request: admin_pb2.FlushCacheRequest, _context: Context

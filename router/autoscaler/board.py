@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common import metrics
 from common.errors import UnavailableError
 from common.types import WorkerRole
-from router.autoscaler.signals import ROLES, FleetSignals, ScaleDecision
+from router.autoscaler.signals import ROLES, FleetSignals, MovableWorker, ScaleDecision
 
 FRESH_S = 2.0
 """Nothing older than this is told to anybody who scales by it."""
@@ -26,12 +26,25 @@ class Reading:
 
 
 @dataclass(slots=True, frozen=True)
+class ShiftMade:
+    """A worker that was told to take work of another role."""
+
+    unix_time: float
+    address: str
+    roles: str  # from which to which
+    reason: str
+    failure: str  # why it did not; empty if it did
+
+
+@dataclass(slots=True, frozen=True)
 class Notice:
     at: float  # of the board's clock
     unix_time: float
     signals: FleetSignals
     decisions: Mapping[WorkerRole, ScaleDecision]
     advice: Mapping[WorkerRole, ScaleDecision] = field(default_factory=dict)  # that nobody scales by
+    movable: Sequence[MovableWorker] = ()  # workers whose roles may move
+    shifts: Sequence[ShiftMade] = ()  # the last ones, the newest first
 
     def readings(self) -> list[Reading]:
         prefill, decode = self.signals.prefill, self.signals.decode
@@ -78,8 +91,12 @@ class Board:
         signals: FleetSignals,
         decisions: Mapping[WorkerRole, ScaleDecision],
         advice: Mapping[WorkerRole, ScaleDecision] | None = None,
+        movable: Sequence[MovableWorker] = (),
+        shifts: Sequence[ShiftMade] = (),
     ) -> None:
-        self._notice = notice = Notice(self._clock(), time.time(), signals, dict(decisions), dict(advice or {}))
+        self._notice = notice = Notice(
+            self._clock(), time.time(), signals, dict(decisions), dict(advice or {}), tuple(movable), tuple(shifts)
+        )
         _export(notice)
         self._news.set()
         self._news = asyncio.Event()
@@ -112,7 +129,7 @@ def _export(notice: Notice) -> None:
     metrics.decode_requests.set(signals.decode.num_requests)
     metrics.decode_requests_per_pod.set(signals.decode.per_pod(signals.decode.num_requests))
     metrics.autoscaler_held_requests.set(signals.num_held_requests)
-    for role in ROLES:
+    for role in (*ROLES, *([WorkerRole.BOTH] if WorkerRole.BOTH in notice.decisions else [])):
         metrics.autoscaler_workers.labels(role.value, "ready").set(signals.of(role).num_ready)
         metrics.autoscaler_workers.labels(role.value, "silent").set(signals.of(role).num_silent)
     for role, decision in notice.decisions.items():

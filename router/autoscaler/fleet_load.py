@@ -18,11 +18,12 @@ from common.grpc.transport import Channels
 from common.process.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.convert import state_of
+from protos.convert import role_of, state_of
 from protos.messages import value_of
 from router.autoscaler.arrivals import ArrivalRate
-from router.autoscaler.signals import FleetSignals, RoleSignals
+from router.autoscaler.signals import FleetSignals, MovableWorker, RoleSignals
 from router.fleet.discovery.base import Discovery, Found
+from router.fleet.endpoint import RoleTaken
 from router.fleet.patience import PATIENCE, Patience
 from router.fleet.reports import reports, why_unread
 from router.fleet.worker_info import batch_time_of
@@ -75,6 +76,8 @@ class _FollowedWorker:
     found: Found
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
+    epoch: str = ""
+    taken: RoleTaken | None = None  # None: it has but one role, or has not reported yet
     reported_at: float | None = None
     prompt_rate: float | None = None  # tokens/s, as its model of time says
     time: ModelTime | None = None  # that model
@@ -155,16 +158,52 @@ class FleetLoad:
             return None
         now = self._clock()
         fresh = [one for one in self._routers.values() if _is_fresh(one.reported_at, now)]
+        both = self._both()
         rates = [rate for one in fresh if (rate := one.arrivals.rate()) is not None]
         return FleetSignals(
-            prefill=self._role(self._workers[WorkerRole.PREFILL].values(), now),
-            decode=self._role(self._workers[WorkerRole.DECODE].values(), now),
+            prefill=self._role(self._taking(WorkerRole.PREFILL), now),
+            decode=self._role(self._taking(WorkerRole.DECODE), now),
+            both=RoleSignals(
+                num_ready=sum(one.state is WorkerState.READY and _is_fresh(one.reported_at, now) for one in both),
+                num_silent=sum(not _is_fresh(one.reported_at, now) for one in both),
+            ),
+            num_fixed=len(self._workers[WorkerRole.PREFILL].keys() ^ self._workers[WorkerRole.DECODE].keys()),
             arrival_tokens_per_s=sum(rates) if rates else None,
             arrived_tokens=float(self._arrived.prompt_tokens) if rates else None,
             arrived_requests=float(self._arrived.requests) if rates else None,
             answered_tokens=float(self._arrived.answer_tokens) if rates else None,
             num_held_requests=sum(one.num_held_requests for one in fresh),
         )
+
+    def movable(self) -> list[MovableWorker]:
+        """Workers of both roles that report and are ready, in the order of their addresses."""
+        now = self._clock()
+        return [
+            MovableWorker(
+                address=one.found.address,
+                role=one.taken.role,
+                epoch=one.epoch,
+                num_shifts=one.taken.num_shifts,
+                is_pinned=one.taken.is_pinned,
+                num_requests=one.load.num_requests_running + one.load.num_requests_waiting,
+            )
+            for one in sorted(self._both(), key=lambda one: one.found.address)
+            if one.taken is not None and one.state is WorkerState.READY and _is_fresh(one.reported_at, now)
+        ]
+
+    def _both(self) -> list[_FollowedWorker]:
+        """Workers that are listed for both roles."""
+        decode = self._workers[WorkerRole.DECODE]
+        return [worker for address, worker in self._workers[WorkerRole.PREFILL].items() if address in decode]
+
+    def _taking(self, role: WorkerRole) -> list[_FollowedWorker]:
+        """Workers of this role, without those that are listed for both and take work of the other one."""
+        both = {one.found.address for one in self._both()}
+        return [
+            worker
+            for address, worker in self._workers[role].items()
+            if worker.taken is None or address not in both or worker.taken.role in (role, WorkerRole.BOTH)
+        ]
 
     def pods(self, role: WorkerRole) -> list[PodLoad]:
         """The pods that report their load and are not on their way out."""
@@ -175,7 +214,7 @@ class FleetLoad:
                 worker.load.num_requests_running + worker.load.num_requests_waiting + worker.load.num_leases,
                 worker.load.num_cached_blocks,
             )
-            for worker in self._workers[role].values()
+            for worker in (self._both() if role is WorkerRole.BOTH else self._workers[role].values())
             if worker.found.pod and _is_fresh(worker.reported_at, now) and worker.state is WorkerState.READY
         ]
 
@@ -209,6 +248,8 @@ class FleetLoad:
             async with aclosing(reports(call, worker_pb2.WorkerLoad)) as loads:
                 async for load in loads:
                     worker.load, worker.state = value_of(load, WorkerLoad), state_of(load.state)
+                    worker.epoch, role = load.epoch, role_of(load.role)
+                    worker.taken = None if role is None else RoleTaken(role, load.num_role_shifts, load.role_pinned)
                     worker.reported_at = self._clock()
                     if load.batch_time_version and worker.may_be_asked(load):
                         worker.ask_again_at = worker.reported_at + self._patience.model_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -92,6 +93,20 @@ class StatusPage:
         }
         if notice.advice:
             body["advice"] = _told(notice, notice.advice)
+        if WorkerRole.BOTH in notice.decisions:
+            body["roles"] = {
+                "workers": [
+                    {
+                        "address": one.address,
+                        "takes": one.role.value,
+                        "pinned": one.is_pinned,
+                        "shifts": one.num_shifts,
+                        "requests": one.num_requests,
+                    }
+                    for one in notice.movable
+                ],
+                "shifts": [asdict(one) for one in notice.shifts],
+            }
         return 200, "application/json", json.dumps(body).encode()
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:

@@ -18,19 +18,22 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.errors import InvalidArgumentError
+from common.errors import InvalidArgumentError, UnavailableError
 from common.types import WorkerRole
 from protos.keda import externalscaler_pb2 as pb
 from router.autoscaler.board import Board, Notice
 from router.autoscaler.rules import Targets
-from router.autoscaler.signals import ROLES
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"]
 KEEP_TELLING_S = 10.0  # a stream says at least this often that it lives
 
 Context = grpc.aio.ServicerContext[object, object]
 
-_DEFAULTS = {WorkerRole.PREFILL: ("queued_tokens",), WorkerRole.DECODE: ("kv_usage", "requests")}
+_DEFAULTS = {
+    WorkerRole.PREFILL: ("queued_tokens",),
+    WorkerRole.DECODE: ("kv_usage", "requests"),
+    WorkerRole.BOTH: ("desired_replicas",),
+}
 _METRICS = ("queued_tokens", "kv_usage", "requests", "desired_replicas")
 
 
@@ -42,13 +45,15 @@ class Trigger:
 
 def read_trigger(metadata: Mapping[str, str], targets: Targets) -> Trigger:
     """Raises `InvalidArgumentError` naming the key."""
-    role = next((role for role in ROLES if role.value == metadata.get("role")), None)
+    role = next((role for role in _DEFAULTS if role.value == metadata.get("role")), None)
     if role is None:
-        raise InvalidArgumentError("role", f"must be prefill or decode, not {metadata.get('role', '')!r}")
+        raise InvalidArgumentError("role", f"must be prefill, decode or both, not {metadata.get('role', '')!r}")
     names = [name.strip() for name in metadata.get("metric", "").split(",") if name.strip()] or _DEFAULTS[role]
     for name in names:
         if name not in _METRICS:
             raise InvalidArgumentError("metric", f"must be one of {', '.join(_METRICS)}, not {name!r}")
+        if role is WorkerRole.BOTH and name != "desired_replicas":
+            raise InvalidArgumentError("metric", f"must be desired_replicas for role both, not {name!r}")
     defaults = {
         "queued_tokens": targets.queued_tokens,
         "kv_usage": targets.kv_usage,
@@ -82,6 +87,12 @@ def value_of(name: str, role: WorkerRole, notice: Notice) -> float:
         return signals.kv_used
     if name == "requests":
         return signals.num_requests
+    return _desired(role, notice)
+
+
+def _desired(role: WorkerRole, notice: Notice) -> int:
+    if role not in notice.decisions:
+        raise UnavailableError(f"nothing is decided about workers of {role.value} roles (--move-roles)")
     return notice.decisions[role].desired
 
 
@@ -128,7 +139,7 @@ class ExternalScaler:
 
     def _is_active(self, request: pb.ScaledObjectRef) -> bool:
         role = read_trigger(request.scalerMetadata, self._targets).role
-        return self._board.fresh().decisions[role].desired > 0
+        return _desired(role, self._board.fresh()) > 0
 
     def _specs(self, request: pb.ScaledObjectRef) -> pb.GetMetricSpecResponse:
         targets = read_trigger(request.scalerMetadata, self._targets).targets

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.types import WorkerRole
-from router.autoscaler.rules import Rules
+from router.autoscaler.rules import Needs, Rules
 from router.autoscaler.signals import ROLES, FleetSignals, Need, ScaleDecision
 
 _EPSILON = 1e-9  # 3.0000000001 workers are 3
@@ -32,13 +32,14 @@ class Bounds:
 class PlannerOptions:
     prefill: Bounds = Bounds(1, 10)
     decode: Bounds = Bounds(1, 10)
+    both: Bounds | None = None  # of workers whose roles move; None: roles stay, and there is no decision about them
     tolerance: float = 0.1  # share of the present number within which nothing changes
     scale_up_delay_s: float = 3.0
     scale_down_delay_s: float = 120.0
     idle_timeout_s: float = 300.0  # without a request, before the last worker goes
 
     def bounds(self, role: WorkerRole) -> Bounds:
-        return self.prefill if role is WorkerRole.PREFILL else self.decode
+        return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode}.get(role) or self.both or Bounds(0, 0)
 
 
 @dataclass(slots=True)
@@ -72,6 +73,13 @@ class Planner:
             need = needs.prefill if role is WorkerRole.PREFILL else needs.decode
             hold = role is WorkerRole.DECODE and decisions[WorkerRole.PREFILL].desired > signals.prefill.num_ready
             decisions[role] = self._decide(now, role, signals, need, hold_down=hold)
+        if self._options.both is not None:
+            if WorkerRole.BOTH not in self._roles:
+                self.adopt(now, WorkerRole.BOTH, signals.both.num_workers)
+            hold = needs.prefill.workers > signals.prefill.num_ready
+            decisions[WorkerRole.BOTH] = self._decide(
+                now, WorkerRole.BOTH, signals, _of_both(needs, signals), hold_down=hold
+            )
         return decisions
 
     def _decide(
@@ -141,3 +149,15 @@ class Planner:
         elif latest < state.desired:
             reasons.append(f"wants {latest}, not for {options.scale_down_delay_s:g} s yet")
         return state.desired
+
+
+def _of_both(needs: Needs, signals: FleetSignals) -> Need:
+    """How many workers there should be whose roles move: for these, only the fleet as a whole can be short."""
+    prefill, decode = needs.prefill, needs.decode
+    fixed = f", {signals.num_fixed} are of one role" if signals.num_fixed else ""
+    return Need(
+        max(prefill.workers + decode.workers - signals.num_fixed, 0.0),
+        f"{prefill.workers:.2f} for prefill and {decode.workers:.2f} for decode, whose roles move{fixed}",
+        unknown=float(signals.both.num_silent) if prefill.unknown or decode.unknown else 0.0,
+        exact=prefill.exact and decode.exact,
+    )

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from common.config import AutoscalerSettings
 from common.errors import ConfigError
@@ -25,15 +25,17 @@ from common.types import WorkerRole
 from router.autoscaler import http
 from router.autoscaler.actuator import Actuator
 from router.autoscaler.aggregated import AggregatedApi
-from router.autoscaler.board import Board
+from router.autoscaler.board import Board, ShiftMade
 from router.autoscaler.fleet_load import FleetLoad
 from router.autoscaler.keda_server import KedaServer
 from router.autoscaler.kubernetes import Cluster, Workload
 from router.autoscaler.leader import Elector
 from router.autoscaler.model_rules import LatencyGoal, ModelRules, latency_goal
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
+from router.autoscaler.role_orders import RoleOrders
+from router.autoscaler.roles import RoleOptions, RolePlanner
 from router.autoscaler.rules import TargetRules, Targets
-from router.autoscaler.signals import ROLES, ScaleDecision
+from router.autoscaler.signals import ROLES, FleetSignals, MovableWorker, ScaleDecision
 from router.fleet.discovery.kubernetes import ApiServer, KubernetesError, own_namespace
 from router.fleet.discovery.sources import discover
 from router.stop_signals import level_signal, stop_signals
@@ -48,11 +50,13 @@ Ready = Callable[[dict[str, str]], None]
 
 def check(settings: AutoscalerSettings) -> None:
     """What one setting alone cannot say. Raises `ConfigError`."""
-    for role in ROLES:
+    for role in WorkerRole:
         fewest, most = getattr(settings, f"{role.value}_min"), getattr(settings, f"{role.value}_max")
         if fewest > most:
             raise ConfigError(f"{role.value}_min", f"{fewest} is more than {role.value}_max, {most}")
     workloads_of(settings)
+    if settings.both_workload is not None and not settings.move_roles:
+        raise ConfigError("both_workload", "means nothing without --move-roles")
     if _goal(settings) is not None and not settings.routers:
         raise ConfigError("routers", f"are needed by --planner {settings.planner}: what arrives is read there")
     if (settings.external_metrics_cert is None) != (settings.external_metrics_key is None):
@@ -75,6 +79,7 @@ def make_planner(settings: AutoscalerSettings) -> tuple[Planner, Planner | None,
     options = PlannerOptions(
         prefill=Bounds(settings.prefill_min, settings.prefill_max),
         decode=Bounds(settings.decode_min, settings.decode_max),
+        both=Bounds(settings.both_min, settings.both_max) if settings.move_roles else None,
         tolerance=settings.tolerance,
         scale_up_delay_s=settings.scale_up_delay,
         scale_down_delay_s=settings.scale_down_delay,
@@ -105,13 +110,13 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
     check(settings)
     planner, adviser, targets = make_planner(settings)
     board = Board()
-    vital = VitalTasks()
+    vital, channels = VitalTasks(), Channels(settings)
     fleet = FleetLoad(
         discover(settings.prefill, key="prefill"),
         discover(settings.decode, key="decode"),
         discover(settings.routers, key="routers"),
         arrival_window_s=settings.arrival_window,
-        channels=Channels(settings),
+        channels=channels,
         vital=vital,
     )
     addresses: dict[str, str] = {}
@@ -139,7 +144,10 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
         actuator = None
         if cluster is not None and (settings.apply or settings.deletion_costs):
             actuator = Actuator(cluster, workloads_of(settings), fleet.pods if settings.deletion_costs else None)
-        jobs["decisions"] = _decide(fleet, planner, adviser, board, actuator, lambda: elector is None or elector.leads)
+        roles = _Roles(settings, channels) if settings.move_roles else None
+        jobs["decisions"] = _decide(
+            fleet, planner, adviser, roles, board, actuator, lambda: elector is None or elector.leads
+        )
         jobs["status page"] = plain.run()
 
         stack.push_async_callback(fleet.close)
@@ -171,14 +179,55 @@ def workloads_of(settings: AutoscalerSettings) -> dict[WorkerRole, Workload]:
     """What `--apply` scales; empty without it. Raises `ConfigError`."""
     if not settings.apply:
         return {}
-    keys = {role: f"{role.value}_workload" for role in ROLES}
+    roles = (WorkerRole.BOTH,) if settings.move_roles else ROLES
+    keys = {role: f"{role.value}_workload" for role in roles}
     return {role: Workload.parse(getattr(settings, key) or "", key) for role, key in keys.items()}
+
+
+class _Roles:
+    """What becomes of roles, if they move. Orders are carried out beside, so that a slow worker makes no value old."""
+
+    def __init__(self, settings: AutoscalerSettings, channels: Channels) -> None:
+        self._planner = RolePlanner(
+            RoleOptions(interval_s=settings.role_interval, delay_s=settings.role_delay, gain=settings.role_gain)
+        )
+        self._orders = RoleOrders(channels)
+        self._carrying_out: asyncio.Task[None] | None = None
+        self._led = False
+
+    def made(self) -> Sequence[ShiftMade]:
+        return self._orders.made()
+
+    def step(
+        self,
+        decisions: Mapping[WorkerRole, ScaleDecision],
+        signals: FleetSignals,
+        movable: Sequence[MovableWorker],
+        *,
+        leads: bool,
+    ) -> None:
+        if self._carrying_out is not None and self._carrying_out.done():
+            self._carrying_out.result()
+            self._carrying_out = None
+        if leads and not self._led:
+            self._planner.adopt(time.monotonic())
+        self._led = leads
+        if not leads or self._carrying_out is not None:
+            return
+        if shift := self._planner.step(time.monotonic(), decisions, signals, movable):
+            self._carrying_out = asyncio.create_task(self._orders.carry_out(shift))
+
+    async def close(self) -> None:
+        if self._carrying_out is not None:
+            self._carrying_out.cancel()
+            await asyncio.wait([self._carrying_out])
 
 
 async def _decide(
     fleet: FleetLoad,
     planner: Planner,
     adviser: Planner | None,
+    roles: _Roles | None,
     board: Board,
     actuator: Actuator | None,
     leads: Callable[[], bool],
@@ -194,7 +243,13 @@ async def _decide(
                 advice = adviser.step(time.monotonic(), signals) if adviser is not None else {}
                 _log("decided", decisions)
                 _log("advised", advice)
-                board.put(signals, decisions, advice)
+                if roles is None:
+                    board.put(signals, decisions, advice)
+                else:
+                    movable = fleet.movable()
+                    roles.step(decisions, signals, movable, leads=leads())
+                    board.put(signals, decisions, advice, movable, roles.made())
+                    decisions = {WorkerRole.BOTH: decisions[WorkerRole.BOTH]}  # what pods are scaled by
                 if actuator is not None and (acting is None or acting.done()):
                     if acting is not None:
                         acting.result()
@@ -206,10 +261,12 @@ async def _decide(
                     elif not led:
                         led = await _adopt(planner, actuator)  # a leader begins by leaving things as they are
                     else:
-                        numbers = {role: signals.of(role).num_workers for role in ROLES}
+                        numbers = {role: signals.of(role).num_workers for role in decisions}
                         acting = asyncio.create_task(actuator.act(decisions, numbers))
             await asyncio.sleep(TICK_S)
     finally:
+        if roles is not None:
+            await roles.close()
         if acting is not None:
             acting.cancel()
             await asyncio.wait([acting])

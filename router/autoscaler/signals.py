@@ -26,7 +26,8 @@ class WorkerTime(Protocol):
 class RoleSignals:
     """One role's workers. Sums are over the workers that report; `num_silent` more are there but do not.
 
-    A worker of both roles counts in both. One that drains counts in neither: its load is leaving.
+    A worker of both roles counts in those that it takes work of, or in both if it does not say. One that drains counts
+    in neither: its load is leaving.
     """
 
     num_ready: int = 0
@@ -53,9 +54,23 @@ class RoleSignals:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class MovableWorker:
+    """A worker of both roles that is ready, and may take work of either."""
+
+    address: str
+    role: WorkerRole  # that it takes work of
+    epoch: str = ""
+    num_shifts: int = 0  # since it started
+    is_pinned: bool = False
+    num_requests: int = 0  # running and waiting
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class FleetSignals:
     prefill: RoleSignals = RoleSignals()
     decode: RoleSignals = RoleSignals()
+    both: RoleSignals = RoleSignals()  # of workers of both roles, whatever they take: only how many there are
+    num_fixed: int = 0  # workers of one role
     arrival_tokens_per_s: float | None = None  # prompt tokens at the routers; None if no router is asked
     arrived_tokens: float | None = None  # the same as a total since some moment; None likewise
     arrived_requests: float | None = None  # as a total since some moment; None likewise
@@ -63,7 +78,7 @@ class FleetSignals:
     num_held_requests: int = 0  # at routers, waiting for a first worker
 
     def of(self, role: WorkerRole) -> RoleSignals:
-        return self.prefill if role is WorkerRole.PREFILL else self.decode
+        return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode, WorkerRole.BOTH: self.both}[role]
 
     @property
     def is_busy(self) -> bool:

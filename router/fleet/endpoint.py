@@ -8,17 +8,27 @@ from common.batch_time import BatchTime
 from common.types import WorkerLoad, WorkerRole, WorkerState
 
 
+@dataclass(slots=True, frozen=True)
+class RoleTaken:
+    """What a worker of both roles said of the work that it takes now."""
+
+    role: WorkerRole
+    num_shifts: int = 0  # how often that has changed since it started
+    is_pinned: bool = False  # by an operator
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Endpoint:
     """One worker at one instant: what it said about itself, and what this router has sent it since.
 
-    `role` is what this router may use it for, as configured. `excluded` says why it must not be used although it can
-    be reached, and is empty if nothing speaks against it.
+    `role` is what this router may use it for: as configured, or what a worker of both roles takes now. `excluded` says
+    why it must not be used although it can be reached, and is empty if nothing speaks against it.
     """
 
     worker_id: str
     role: WorkerRole
     address: str
+    taken: RoleTaken | None = None  # None: it has but one role, or is of a version that keeps both
     epoch: str = ""
     fingerprint: str = ""
     block_size: int = 0  # tokens per KV block

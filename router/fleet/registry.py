@@ -68,7 +68,9 @@ class Registry:
         self.models: dict[str, ServedModel] = {}  # by name: the one that is served, once a decode worker has answered
         self.blocks = BlockWatch(patience)
         self.track = TrackRecord(lambda reason: metrics.router_suspensions.labels(reason).inc())
-        self._watch = WorkerWatch(self.blocks, self._channels, self._learn, self._set_state, patience)
+        self._watch = WorkerWatch(
+            self.blocks, self._channels, self._learn, self._set_state, self._role_changed, patience
+        )
         self.set_addresses(prefill, decode)
 
     def start(self) -> None:
@@ -99,6 +101,7 @@ class Registry:
             if worker.address not in self._tasks:
                 name = f"watch {worker.address}"
                 self._tasks[worker.address] = self._vital.start(self._watch.run(worker), name=name)
+        self._find_needed()
         self._fleet = Fleet(self.endpoints())
         self._measure_context()
         self._count_states()
@@ -145,6 +148,9 @@ class Registry:
     def info(self, address: str) -> worker_pb2.WorkerInfo | None:
         """None if the worker never answered."""
         return self._workers[address].info
+
+    def configured_role(self, address: str) -> WorkerRole:
+        return self._workers[address].role
 
     def channel(self, address: str) -> grpc.aio.Channel:
         return self._workers[address].channel
@@ -253,9 +259,34 @@ class Registry:
                 worker.lost_at = time.monotonic()
         worker.state, worker.problem = state, problem
         worker.changed()
+        self._find_needed()
         self._measure_context()
         self._count_states()
         self._tell()
+
+    def _role_changed(self, worker: WorkerRecord) -> None:
+        """The worker takes work of another role, or says for the first time of which."""
+        log.info("worker takes work of a role", extra={"address": worker.address, "role": worker.takes.value})
+        self._find_needed()
+        self._measure_context()
+        self._count_states()
+        self._tell()
+
+    def _find_needed(self) -> None:
+        """If no worker that takes requests is ready, those that could are used for them, until one is."""
+        workers = self._workers.values()
+        is_any_left = any(
+            one.state is WorkerState.READY and one.takes is not WorkerRole.PREFILL and not self._excluded(one)
+            for one in workers
+        )
+        for worker in workers:
+            could = worker.role is WorkerRole.BOTH and worker.takes is WorkerRole.PREFILL
+            is_needed = could and not is_any_left
+            if worker.is_needed is not is_needed:
+                worker.is_needed = is_needed
+                worker.changed()
+                what = "serves requests, as no other worker does" if is_needed else "serves prompts alone again"
+                log.info(what, extra={"address": worker.address})
 
     def _measure_context(self) -> None:
         """Sets the model's `max_model_len` to the longest context of the ready decode workers."""
@@ -285,7 +316,7 @@ class Registry:
     def _count_states(self) -> None:
         for role in WorkerRole:
             for state in WorkerState:
-                number = sum(w.role is role and w.state is state for w in self._workers.values())
+                number = sum(w.takes is role and w.state is state for w in self._workers.values())
                 metrics.router_endpoints.labels(role.value, state.value).set(number)
 
     # ------------------------------------------------------------------------------------- compatibility

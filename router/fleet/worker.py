@@ -10,7 +10,8 @@ import grpc
 from common.batch_time import BatchTime
 from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
-from router.fleet.endpoint import Endpoint
+from protos.convert import role_of
+from router.fleet.endpoint import Endpoint, RoleTaken
 from router.fleet.served_model import ServedModel, why_excluded
 
 
@@ -31,6 +32,8 @@ class WorkerRecord:
     parameters: frozenset[str] = frozenset()  # of sampling, that it knows
     batch_time: BatchTime | None = None  # that requests are routed by
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    taken: RoleTaken | None = None  # as it says; None: it has but one role
+    is_needed: bool = False  # for requests, whatever it takes: no other worker is left for them
     state: WorkerState = WorkerState.UNREACHABLE
     problem: str = ""
     ask_again_at: float = -math.inf  # time.monotonic() from which on it may be asked for a newer model of time
@@ -55,6 +58,22 @@ class WorkerRecord:
         for key in [key for key, sent in self.sent.items() if sent.at < now - LOAD_INTERVAL_S]:
             self.reported(key)
 
+    def take_role(self, report: worker_pb2.WorkerLoad) -> bool:
+        """Returns whether it takes work of another role than before."""
+        role, before = role_of(report.role), self.taken
+        taken = None if role is None else RoleTaken(role, report.num_role_shifts, report.role_pinned)
+        if taken == before:
+            return False
+        self.taken = taken
+        self.changed()
+        return role is not (before.role if before else None)
+
+    @property
+    def takes(self) -> WorkerRole:
+        """Of which role it takes work from this router. A worker that is configured for one role alone has that one,
+        whatever it takes from others."""
+        return self.taken.role if self.taken is not None and self.role is WorkerRole.BOTH else self.role
+
     def reported(self, key: object) -> None:
         """The worker counts the request itself by now, or it has ended."""
         if sent := self.sent.pop(key, None):
@@ -62,7 +81,7 @@ class WorkerRecord:
             self.changed()
 
     def changed(self) -> None:
-        """To be called after `info`, `parameters`, `batch_time`, `load` or `state` was set."""
+        """To be called after `info`, `parameters`, `batch_time`, `load`, `is_needed` or `state` was set."""
         self.news.add(self.address)
 
     def excluded(self, model: ServedModel | None) -> str:
@@ -74,12 +93,14 @@ class WorkerRecord:
 
     def endpoint(self, excluded: str = "", suspended: str = "") -> Endpoint:
         """The same object as the last time if nothing has changed: each request asks for all workers'."""
-        info, last = self.info, self._endpoint
+        info, last, role = self.info, self._endpoint, self.role if self.is_needed else self.takes
         if (
             last is not None
             and self._described is info
             and last.load is self.load
             and last.state is self.state
+            and last.role is role
+            and last.taken is self.taken
             and last.num_unreported == len(self.sent)
             and last.num_unreported_tokens == self.num_sent_tokens
             and last.excluded == excluded
@@ -89,7 +110,8 @@ class WorkerRecord:
         self._described = info
         self._endpoint = Endpoint(
             worker_id=info.worker_id if info else "",
-            role=self.role,
+            role=role,
+            taken=self.taken,
             address=self.address,
             epoch=info.epoch if info else "",
             fingerprint=info.fingerprint if info else "",

@@ -43,13 +43,16 @@ class WorkerWatch:
         channels: WorkerChannels,
         learn: Callable[[WorkerRecord, worker_pb2_grpc.WorkerServiceAsyncStub], Awaitable[None]],
         set_state: Callable[[WorkerRecord, WorkerState, str], None],
+        role_changed: Callable[[WorkerRecord], None],
         patience: Patience = PATIENCE,
     ) -> None:
-        """`learn` is called when a worker has said who it is, `set_state` with each state and what the problem is."""
+        """`learn` is called when a worker has said who it is, `set_state` with each state and what the problem is,
+        `role_changed` when it takes work of another role."""
         self._blocks = blocks
         self._channels = channels
         self._learn = learn
         self._set_state = set_state
+        self._role_changed = role_changed
         self._patience = patience
 
     async def run(self, worker: WorkerRecord) -> None:
@@ -108,6 +111,8 @@ class WorkerWatch:
                         await self._ask(worker, stub)
                         if worker.info.epoch != epoch:
                             return
+                    if worker.take_role(load):
+                        self._role_changed(worker)
                     worker.take_load(value_of(load, WorkerLoad), now)
                     self._set_state(worker, state_of(load.state), "")
         finally:

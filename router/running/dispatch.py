@@ -4,7 +4,8 @@
       ^         │
       │         ├─ lost before the first token: the same request to another decode worker (a retry)
       ├─────────┼─ lost after it: prompt and tokens so far to another one (a migration); the caller notices nothing
-      └─────────┴─ drains and offers the request: the same, planned, and only if there is another one (a handover)
+      └─────────┴─ drains, or takes prompts alone from now on, and offers the request: the same, planned, and only if
+                   there is another one (a handover)
 
 Every token that the caller has received is in `output_token_ids` of the next attempt, and a worker only sends tokens
 after those: none comes twice, none is missing. Seed and position decide each draw, so the text is the same too.
@@ -72,9 +73,11 @@ class Dispatcher:
                         if new.finish_reason is not None:
                             return
             except HandoverError as handover:
-                progress.lost("the worker drains", self._clock())
+                is_shift = self._routes.takes_prompts_alone(decision.decode)
+                why = "the worker takes prompts alone" if is_shift else "the worker drains"
+                progress.lost(why, self._clock())
                 decision = handover.decision
-                self._count_handover(request, route, progress, decision)
+                self._count_handover(request, route, progress, decision, "role" if is_shift else "drain")
             except WorkerLostError as error:
                 self._retries.lost(route, decision.decode, error)
                 if ended := _ended_by(request, sent):
@@ -135,17 +138,17 @@ class Dispatcher:
         log.warning("decode worker lost, retrying", extra=extra)
 
     def _count_handover(
-        self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision
+        self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, why: str
     ) -> None:
-        """Counts a handover, which does not use the retry budget: a drain is no fault, and happens once in a worker's
-        life."""
+        """Counts a handover, which does not use the retry budget: a drain or a shift of roles is no fault, and a worker
+        does either rarely."""
         report = progress.report
         report.num_migrations += 1
         report.num_handovers += 1
-        metrics.router_migrations.labels("drain").inc()
+        metrics.router_migrations.labels(why).inc()
         self._routes.note(request, route, progress, decision, "handover")
         log.info(
-            "decode worker drains, handing over",
+            f"decode worker {'drains' if why == 'drain' else 'takes prompts alone'}, handing over",
             extra={
                 "request_id": request.request_id,
                 "decode_worker": report.decode_worker,

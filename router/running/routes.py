@@ -17,6 +17,7 @@ from prometheus_client import Counter
 from common import metrics
 from common.errors import OverloadedError, UnavailableError
 from common.sampling import SamplingParams, parameters
+from common.types import WorkerRole, WorkerState
 from protos.convert import LATER_PARAMETERS
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
@@ -107,13 +108,25 @@ class Routes:
                 raise
             return pick(replace(wanted, tried=wanted.refused), fleet)
 
-    def elsewhere(self, request: GenerationRequest, route: Route, draining: Endpoint) -> RoutingDecision | None:
-        """The worker that could go on instead of one that drains; None if none can now. The worker asks again."""
-        route.refuse(draining)
+    def elsewhere(self, request: GenerationRequest, route: Route, offering: Endpoint) -> RoutingDecision | None:
+        """The worker that could go on instead of one that offers to hand the request over; None if none can now. The
+        worker asks again. It drains, or takes prompts alone from now on: then the request may come back to it when all
+        others are lost."""
+        if not self.takes_prompts_alone(offering):
+            route.refuse(offering)
         try:
-            return self.pick(routing_request(request, route))
+            decision = self.pick(routing_request(request, route))
         except UnavailableError:
             return None
+        return None if decision.decode.incarnation == offering.incarnation else decision
+
+    def takes_prompts_alone(self, endpoint: Endpoint) -> bool:
+        """Whether this process of a worker is there, and takes no requests."""
+        member = self._registry.fleet().member(endpoint.address)
+        if member is None or member.endpoint.incarnation != endpoint.incarnation:
+            return False
+        taken = member.endpoint.taken
+        return member.endpoint.state is WorkerState.READY and taken is not None and taken.role is WorkerRole.PREFILL
 
     def first_token(self, request: GenerationRequest) -> FirstTokenTarget | None:
         """How soon the request wants its first token, if it does."""

@@ -27,7 +27,7 @@ from protos.baton.v1 import router_pb2 as baton_dot_v1_dot_router__pb2
 from protos.baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/router.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\\\n\x06Target\x12\x10\n\x06worker\x18\x01 \x01(\tH\x00\x12\x15\n\x0b\x61ll_workers\x18\x02 \x01(\x08H\x00\x12\x10\n\x06router\x18\x03 \x01(\x08H\x00\x12\r\n\x03\x61ll\x18\x04 \x01(\x08H\x00\x42\x08\n\x06target\"7\n\rOrderResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.baton.v1.OrderResult\"v\n\x0bOrderResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x05 \x01(\r\"\x11\n\x0fGetStateRequest\"d\n\x10GetStateResponse\x12%\n\x06router\x18\x01 \x01(\x0b\x32\x15.baton.v1.RouterState\x12)\n\x07workers\x18\x02 \x03(\x0b\x32\x18.baton.v1.WorkerStanding\"]\n\x0bRouterState\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x15\n\rnum_processes\x18\x03 \x01(\r\x12\x11\n\tlog_level\x18\x04 \x01(\t\"\xa7\x01\n\x0eWorkerStanding\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x05 \x01(\r\"J\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x15\n\x13\x44rainWorkerResponse\"0\n\x0cPauseRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\"1\n\rResumeRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"f\n\x14\x41\x62ortRequestResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\'\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x15.baton.v1.OrderResult\"5\n\x11\x46lushCacheRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\"E\n\x12SetLogLevelRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\x12\r\n\x05level\x18\x02 \x01(\t\"\x0f\n\rReloadRequest\"7\n\x0eReloadResponse\x12%\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x16.baton.v1.ReloadedFile\"J\n\x0cReloadedFile\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07read_at\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t2\xf3\x04\n\x0c\x41\x64minService\x12\x41\n\x08GetState\x12\x19.baton.v1.GetStateRequest\x1a\x1a.baton.v1.GetStateResponse\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12\x38\n\x05Pause\x12\x16.baton.v1.PauseRequest\x1a\x17.baton.v1.OrderResponse\x12:\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x17.baton.v1.OrderResponse\x12M\n\x0c\x41\x62ortRequest\x12\x1d.baton.v1.AbortRequestRequest\x1a\x1e.baton.v1.AbortRequestResponse\x12\x42\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x17.baton.v1.OrderResponse\x12\x44\n\x0bSetLogLevel\x12\x1c.baton.v1.SetLogLevelRequest\x1a\x17.baton.v1.OrderResponse\x12;\n\x06Reload\x12\x17.baton.v1.ReloadRequest\x1a\x18.baton.v1.ReloadResponse\x12H\n\rProfileWorker\x12\x1e.baton.v1.ProfileWorkerRequest\x1a\x15.baton.v1.ProfilePart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/router.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\\\n\x06Target\x12\x10\n\x06worker\x18\x01 \x01(\tH\x00\x12\x15\n\x0b\x61ll_workers\x18\x02 \x01(\x08H\x00\x12\x10\n\x06router\x18\x03 \x01(\x08H\x00\x12\r\n\x03\x61ll\x18\x04 \x01(\x08H\x00\x42\x08\n\x06target\"7\n\rOrderResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.baton.v1.OrderResult\"v\n\x0bOrderResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x05 \x01(\r\"\x11\n\x0fGetStateRequest\"d\n\x10GetStateResponse\x12%\n\x06router\x18\x01 \x01(\x0b\x32\x15.baton.v1.RouterState\x12)\n\x07workers\x18\x02 \x03(\x0b\x32\x18.baton.v1.WorkerStanding\"]\n\x0bRouterState\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x15\n\rnum_processes\x18\x03 \x01(\r\x12\x11\n\tlog_level\x18\x04 \x01(\t\"\xfa\x01\n\x0eWorkerStanding\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x05 \x01(\r\x12#\n\x05takes\x18\x06 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x13\n\x0brole_pinned\x18\x07 \x01(\x08\x12\x17\n\x0fnum_role_shifts\x18\x08 \x01(\r\"J\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x15\n\x13\x44rainWorkerResponse\"0\n\x0cPauseRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\"1\n\rResumeRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"f\n\x14\x41\x62ortRequestResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\'\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x15.baton.v1.OrderResult\"V\n\x0eSetRoleRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\"5\n\x11\x46lushCacheRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\"E\n\x12SetLogLevelRequest\x12 \n\x06target\x18\x01 \x01(\x0b\x32\x10.baton.v1.Target\x12\r\n\x05level\x18\x02 \x01(\t\"\x0f\n\rReloadRequest\"7\n\x0eReloadResponse\x12%\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x16.baton.v1.ReloadedFile\"J\n\x0cReloadedFile\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07read_at\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t2\xb1\x05\n\x0c\x41\x64minService\x12\x41\n\x08GetState\x12\x19.baton.v1.GetStateRequest\x1a\x1a.baton.v1.GetStateResponse\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12\x38\n\x05Pause\x12\x16.baton.v1.PauseRequest\x1a\x17.baton.v1.OrderResponse\x12:\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x17.baton.v1.OrderResponse\x12M\n\x0c\x41\x62ortRequest\x12\x1d.baton.v1.AbortRequestRequest\x1a\x1e.baton.v1.AbortRequestResponse\x12\x42\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x17.baton.v1.OrderResponse\x12\x44\n\x0bSetLogLevel\x12\x1c.baton.v1.SetLogLevelRequest\x1a\x17.baton.v1.OrderResponse\x12;\n\x06Reload\x12\x17.baton.v1.ReloadRequest\x1a\x18.baton.v1.ReloadResponse\x12<\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x17.baton.v1.OrderResponse\x12H\n\rProfileWorker\x12\x1e.baton.v1.ProfileWorkerRequest\x1a\x15.baton.v1.ProfilePart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,29 +47,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERSTATE']._serialized_start=472
   _globals['_ROUTERSTATE']._serialized_end=565
   _globals['_WORKERSTANDING']._serialized_start=568
-  _globals['_WORKERSTANDING']._serialized_end=735
-  _globals['_DRAINWORKERREQUEST']._serialized_start=737
-  _globals['_DRAINWORKERREQUEST']._serialized_end=811
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=813
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=834
-  _globals['_PAUSEREQUEST']._serialized_start=836
-  _globals['_PAUSEREQUEST']._serialized_end=884
-  _globals['_RESUMEREQUEST']._serialized_start=886
-  _globals['_RESUMEREQUEST']._serialized_end=935
-  _globals['_ABORTREQUESTREQUEST']._serialized_start=937
-  _globals['_ABORTREQUESTREQUEST']._serialized_end=978
-  _globals['_ABORTREQUESTRESPONSE']._serialized_start=980
-  _globals['_ABORTREQUESTRESPONSE']._serialized_end=1082
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=1084
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=1137
-  _globals['_SETLOGLEVELREQUEST']._serialized_start=1139
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=1208
-  _globals['_RELOADREQUEST']._serialized_start=1210
-  _globals['_RELOADREQUEST']._serialized_end=1225
-  _globals['_RELOADRESPONSE']._serialized_start=1227
-  _globals['_RELOADRESPONSE']._serialized_end=1282
-  _globals['_RELOADEDFILE']._serialized_start=1284
-  _globals['_RELOADEDFILE']._serialized_end=1358
-  _globals['_ADMINSERVICE']._serialized_start=1361
-  _globals['_ADMINSERVICE']._serialized_end=1988
+  _globals['_WORKERSTANDING']._serialized_end=818
+  _globals['_DRAINWORKERREQUEST']._serialized_start=820
+  _globals['_DRAINWORKERREQUEST']._serialized_end=894
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=896
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=917
+  _globals['_PAUSEREQUEST']._serialized_start=919
+  _globals['_PAUSEREQUEST']._serialized_end=967
+  _globals['_RESUMEREQUEST']._serialized_start=969
+  _globals['_RESUMEREQUEST']._serialized_end=1018
+  _globals['_ABORTREQUESTREQUEST']._serialized_start=1020
+  _globals['_ABORTREQUESTREQUEST']._serialized_end=1061
+  _globals['_ABORTREQUESTRESPONSE']._serialized_start=1063
+  _globals['_ABORTREQUESTRESPONSE']._serialized_end=1165
+  _globals['_SETROLEREQUEST']._serialized_start=1167
+  _globals['_SETROLEREQUEST']._serialized_end=1253
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1255
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1308
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=1310
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=1379
+  _globals['_RELOADREQUEST']._serialized_start=1381
+  _globals['_RELOADREQUEST']._serialized_end=1396
+  _globals['_RELOADRESPONSE']._serialized_start=1398
+  _globals['_RELOADRESPONSE']._serialized_end=1453
+  _globals['_RELOADEDFILE']._serialized_start=1455
+  _globals['_RELOADEDFILE']._serialized_end=1529
+  _globals['_ADMINSERVICE']._serialized_start=1532
+  _globals['_ADMINSERVICE']._serialized_end=2221
 # @@protoc_insertion_point(module_scope)

@@ -92,7 +92,7 @@ class OrderResult(_message.Message):
     error: _builtins.str
     """why it was not carried out; empty if it was"""
     num_running: _builtins.int
-    """Pause: requests (a router's) or streams (a worker's) that go on"""
+    """Pause, SetRole: requests (a router's) or streams (a worker's) that go on"""
     num_device_blocks: _builtins.int
     """FlushCache: that were forgotten"""
     num_host_blocks: _builtins.int
@@ -192,12 +192,21 @@ class WorkerStanding(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _builtins.int
+    TAKES_FIELD_NUMBER: _builtins.int
+    ROLE_PINNED_FIELD_NUMBER: _builtins.int
+    NUM_ROLE_SHIFTS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     role: _worker_pb2.WorkerRole.ValueType
     """as configured in the router"""
     state: _worker_pb2.WorkerState.ValueType
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
+    takes: _worker_pb2.WorkerRole.ValueType
+    """of which role it takes work now; it may be one of both"""
+    role_pinned: _builtins.bool
+    """an operator chose that"""
+    num_role_shifts: _builtins.int
+    """how often that has changed since the worker started"""
     def __init__(
         self,
         *,
@@ -206,10 +215,13 @@ class WorkerStanding(_message.Message):
         state: _worker_pb2.WorkerState.ValueType = ...,
         num_requests_running: _builtins.int = ...,
         num_requests_waiting: _builtins.int = ...,
+        takes: _worker_pb2.WorkerRole.ValueType = ...,
+        role_pinned: _builtins.bool = ...,
+        num_role_shifts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_role_shifts", b"num_role_shifts", "role", b"role", "role_pinned", b"role_pinned", "state", b"state", "takes", b"takes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,6 +358,32 @@ class AbortRequestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortRequestResponse: _TypeAlias = AbortRequestResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _worker_pb2.WorkerRole.ValueType
+    """unset: both again, and planners may change it"""
+    @_builtins.property
+    def target(self) -> Global___Target:
+        """worker or all_workers"""
+
+    def __init__(
+        self,
+        *,
+        target: Global___Target | None = ...,
+        role: _worker_pb2.WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
 
 @_typing.final
 class FlushCacheRequest(_message.Message):

@@ -77,6 +77,11 @@ class AdminServiceStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.v1.AdminService/SetRole',
+                request_serializer=baton_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.OrderResponse.FromString,
+                _registered_method=True)
         self.ProfileWorker = channel.unary_stream(
                 '/baton.v1.AdminService/ProfileWorker',
                 request_serializer=baton_dot_v1_dot_router__pb2.ProfileWorkerRequest.SerializeToString,
@@ -143,6 +148,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Has workers of both roles take work of one role, and pins it: planners leave it alone until it is cleared.
+        FAILED_PRECONDITION if no worker would be left that takes requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ProfileWorker(self, request, context):
         """WorkerService.Profile of one worker.
         """
@@ -192,6 +205,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Reload,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.SetRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.OrderResponse.SerializeToString,
             ),
             'ProfileWorker': grpc.unary_stream_rpc_method_handler(
                     servicer.ProfileWorker,
@@ -415,6 +433,33 @@ class AdminService:
             '/baton.v1.AdminService/Reload',
             baton_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.AdminService/SetRole',
+            baton_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.OrderResponse.FromString,
             options,
             channel_credentials,
             insecure,

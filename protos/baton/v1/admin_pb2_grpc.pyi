@@ -51,6 +51,10 @@ class AdminServiceStub:
     """Which log lines are shown from now on, until the next order or restart."""
     Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
     """Reads the settings, limits and keys files again if they have changed, as SIGHUP does, and says what is in use."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.OrderResponse]
+    """Has workers of both roles take work of one role, and pins it: planners leave it alone until it is cleared.
+    FAILED_PRECONDITION if no worker would be left that takes requests.
+    """
     ProfileWorker: _grpc.UnaryStreamMultiCallable[_router_pb2.ProfileWorkerRequest, _worker_pb2.ProfilePart]
     """WorkerService.Profile of one worker."""
 
@@ -74,6 +78,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Which log lines are shown from now on, until the next order or restart."""
     Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
     """Reads the settings, limits and keys files again if they have changed, as SIGHUP does, and says what is in use."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.OrderResponse]  # type: ignore[assignment]
+    """Has workers of both roles take work of one role, and pins it: planners leave it alone until it is cleared.
+    FAILED_PRECONDITION if no worker would be left that takes requests.
+    """
     ProfileWorker: _aio.UnaryStreamMultiCallable[_router_pb2.ProfileWorkerRequest, _worker_pb2.ProfilePart]  # type: ignore[assignment]
     """WorkerService.Profile of one worker."""
 
@@ -142,6 +150,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ReloadResponse, _abc.Awaitable[_admin_pb2.ReloadResponse]]:
         """Reads the settings, limits and keys files again if they have changed, as SIGHUP does, and says what is in use."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _admin_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.OrderResponse, _abc.Awaitable[_admin_pb2.OrderResponse]]:
+        """Has workers of both roles take work of one role, and pins it: planners leave it alone until it is cleared.
+        FAILED_PRECONDITION if no worker would be left that takes requests.
+        """
 
     @_abc_1.abstractmethod
     def ProfileWorker(

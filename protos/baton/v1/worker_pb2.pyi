@@ -286,6 +286,9 @@ class WorkerLoad(_message.Message):
     NUM_QUEUED_PROMPTS_FIELD_NUMBER: _builtins.int
     QUEUED_BY_SLACK_FIELD_NUMBER: _builtins.int
     GOES_BY_SLACK_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    NUM_ROLE_SHIFTS_FIELD_NUMBER: _builtins.int
+    ROLE_PINNED_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
@@ -305,6 +308,14 @@ class WorkerLoad(_message.Message):
     """that num_queued_prompt_tokens belong to"""
     goes_by_slack: _builtins.bool
     """computes first what has the least time left to meet its latency targets"""
+    role: Global___WorkerRole.ValueType
+    """Of a worker of both roles alone; unset: its role is that of GetInfo, and stays.
+    work that it takes now
+    """
+    num_role_shifts: _builtins.int
+    """how often that has changed since the process started"""
+    role_pinned: _builtins.bool
+    """an operator chose it, so no planner changes it"""
     @_builtins.property
     def queued_by_slack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """If latency targets decide the order: of these tokens, those of prompts with targets that have to begin within 0.125,
@@ -327,10 +338,13 @@ class WorkerLoad(_message.Message):
         num_queued_prompts: _builtins.int = ...,
         queued_by_slack: _abc.Iterable[_builtins.int] | None = ...,
         goes_by_slack: _builtins.bool = ...,
+        role: Global___WorkerRole.ValueType = ...,
+        num_role_shifts: _builtins.int = ...,
+        role_pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "goes_by_slack", b"goes_by_slack", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "queued_by_slack", b"queued_by_slack", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "goes_by_slack", b"goes_by_slack", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_role_shifts", b"num_role_shifts", "queued_by_slack", b"queued_by_slack", "role", b"role", "role_pinned", b"role_pinned", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -612,6 +626,84 @@ class ResumeWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeWorkerResponse: _TypeAlias = ResumeWorkerResponse  # noqa: Y015
+
+@_typing.final
+class SetWorkerRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Pin:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PinEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[SetWorkerRoleRequest._Pin.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        PIN_UNSPECIFIED: SetWorkerRoleRequest._Pin.ValueType  # 0
+        """a planner's order: it is refused while the role is pinned"""
+        PIN_SET: SetWorkerRoleRequest._Pin.ValueType  # 1
+        """an operator's: no planner changes the role from now on"""
+        PIN_CLEARED: SetWorkerRoleRequest._Pin.ValueType  # 2
+        """likewise, and planners may"""
+
+    class Pin(_Pin, metaclass=_PinEnumTypeWrapper): ...
+    PIN_UNSPECIFIED: SetWorkerRoleRequest.Pin.ValueType  # 0
+    """a planner's order: it is refused while the role is pinned"""
+    PIN_SET: SetWorkerRoleRequest.Pin.ValueType  # 1
+    """an operator's: no planner changes the role from now on"""
+    PIN_CLEARED: SetWorkerRoleRequest.Pin.ValueType  # 2
+    """likewise, and planners may"""
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_ROLE_SHIFTS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    role: Global___WorkerRole.ValueType
+    pin: Global___SetWorkerRoleRequest.Pin.ValueType
+    epoch: _builtins.str
+    """The load that the caller decided by, if `epoch` is set: refused if another process answers, or the role has changed."""
+    num_role_shifts: _builtins.int
+    reason: _builtins.str
+    """for people"""
+    def __init__(
+        self,
+        *,
+        role: Global___WorkerRole.ValueType = ...,
+        pin: Global___SetWorkerRoleRequest.Pin.ValueType = ...,
+        epoch: _builtins.str = ...,
+        num_role_shifts: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_role_shifts", b"num_role_shifts", "pin", b"pin", "reason", b"reason", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleRequest: _TypeAlias = SetWorkerRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetWorkerRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STREAMS_FIELD_NUMBER: _builtins.int
+    NUM_ROLE_SHIFTS_FIELD_NUMBER: _builtins.int
+    num_streams: _builtins.int
+    """of work that it takes no longer, which go on"""
+    num_role_shifts: _builtins.int
+    """with this one"""
+    def __init__(
+        self,
+        *,
+        num_streams: _builtins.int = ...,
+        num_role_shifts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_role_shifts", b"num_role_shifts", "num_streams", b"num_streams"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleResponse: _TypeAlias = SetWorkerRoleResponse  # noqa: Y015
 
 @_typing.final
 class AbortWorkRequest(_message.Message):

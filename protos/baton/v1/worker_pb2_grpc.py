@@ -85,6 +85,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.v1.WorkerService/SetRole',
+                request_serializer=baton_dot_v1_dot_worker__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetWorkerRoleResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.WorkerService/Abort',
                 request_serializer=baton_dot_v1_dot_worker__pb2.AbortWorkRequest.SerializeToString,
@@ -175,6 +180,15 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Has a worker of both roles take work of one of them, or of both again. What runs goes on: leases until they end;
+        answers of a worker that takes prompts alone are handed over after its --role-handover. To repeat a role changes
+        nothing. FAILED_PRECONDITION if the worker has but one role, drains, or changed since the caller looked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends this request's answers and embeddings here with ABORTED, which no router tries again elsewhere.
         """
@@ -248,6 +262,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.ResumeWorkerResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetWorkerRoleResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -535,6 +554,33 @@ class WorkerService:
             '/baton.v1.WorkerService/Resume',
             baton_dot_v1_dot_worker__pb2.ResumeWorkerRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.ResumeWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/SetRole',
+            baton_dot_v1_dot_worker__pb2.SetWorkerRoleRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetWorkerRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,11 @@ class WorkerServiceStub:
     """Takes no new work until Resume; what runs goes on. To pause a worker again changes nothing."""
     Resume: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResumeWorkerRequest, _worker_pb2.ResumeWorkerResponse]
     """Takes new work again. FAILED_PRECONDITION if it drains: that cannot be taken back."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetWorkerRoleRequest, _worker_pb2.SetWorkerRoleResponse]
+    """Has a worker of both roles take work of one of them, or of both again. What runs goes on: leases until they end;
+    answers of a worker that takes prompts alone are handed over after its --role-handover. To repeat a role changes
+    nothing. FAILED_PRECONDITION if the worker has but one role, drains, or changed since the caller looked.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortWorkRequest, _worker_pb2.AbortWorkResponse]
     """Ends this request's answers and embeddings here with ABORTED, which no router tries again elsewhere."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FlushWorkerCacheRequest, _worker_pb2.FlushWorkerCacheResponse]
@@ -84,6 +89,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Takes no new work until Resume; what runs goes on. To pause a worker again changes nothing."""
     Resume: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResumeWorkerRequest, _worker_pb2.ResumeWorkerResponse]  # type: ignore[assignment]
     """Takes new work again. FAILED_PRECONDITION if it drains: that cannot be taken back."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetWorkerRoleRequest, _worker_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
+    """Has a worker of both roles take work of one of them, or of both again. What runs goes on: leases until they end;
+    answers of a worker that takes prompts alone are handed over after its --role-handover. To repeat a role changes
+    nothing. FAILED_PRECONDITION if the worker has but one role, drains, or changed since the caller looked.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortWorkRequest, _worker_pb2.AbortWorkResponse]  # type: ignore[assignment]
     """Ends this request's answers and embeddings here with ABORTED, which no router tries again elsewhere."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.FlushWorkerCacheRequest, _worker_pb2.FlushWorkerCacheResponse]  # type: ignore[assignment]
@@ -172,6 +182,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ResumeWorkerResponse, _abc.Awaitable[_worker_pb2.ResumeWorkerResponse]]:
         """Takes new work again. FAILED_PRECONDITION if it drains: that cannot be taken back."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetWorkerRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetWorkerRoleResponse, _abc.Awaitable[_worker_pb2.SetWorkerRoleResponse]]:
+        """Has a worker of both roles take work of one of them, or of both again. What runs goes on: leases until they end;
+        answers of a worker that takes prompts alone are handed over after its --role-handover. To repeat a role changes
+        nothing. FAILED_PRECONDITION if the worker has but one role, drains, or changed since the caller looked.
+        """
 
     @_abc_1.abstractmethod
     def Abort(

@@ -12,13 +12,13 @@ from router.fleet.endpoint import Endpoint
 Row = tuple[object, ...]
 COLUMNS = (
     "address", "role", "state", "problem", "is_excluded", "breaker", "running", "waiting", "queued_tokens", "blocks",
-    "free_blocks", "cached_blocks", "leases", "sent", "tokens_per_s", "hit_rate",
+    "free_blocks", "cached_blocks", "leases", "sent", "tokens_per_s", "hit_rate", "pinned",
 )  # fmt: skip
 
 
 def row_of(endpoint: Endpoint, view: WorkerView) -> Row:
     """In the order of `COLUMNS`. `view`: of all processes of the router together."""
-    load = endpoint.load
+    load, taken = endpoint.load, endpoint.taken
     return (
         endpoint.address,
         endpoint.role.value,
@@ -36,6 +36,7 @@ def row_of(endpoint: Endpoint, view: WorkerView) -> Row:
         view.num_requests,
         round(view.tokens_per_second, 1),
         round(view.hit_rate, 3),
+        taken is not None and taken.is_pinned,
     )
 
 

@@ -17,6 +17,10 @@ function states(worker) {
   return said;
 }
 
+function roleWords(worker) {
+  return worker.pinned ? `${worker.role}, pinned` : worker.role;
+}
+
 function classes(worker) {
   const found = ["w", worker.role, worker.state];
   if (worker.breaker !== "closed") found.push("suspended");
@@ -151,12 +155,12 @@ export class Fleet {
       ["Answers", `${count(worker.tokens_per_s)} tokens/s`],
       ...Object.entries(info).filter(([, value]) => value).map(([name, value]) => [name.replaceAll("_", " "), String(value)]),
     ];
-    if (!this.factNodes || this.factsOf !== this.chosen || this.factNodes.length !== facts.length) {
-      this.factsOf = this.chosen;
+    if (!this.factNodes || this.factsOf !== `${this.chosen} ${roleWords(worker)}` || this.factNodes.length !== facts.length) {
+      this.factsOf = `${this.chosen} ${roleWords(worker)}`;
       this.factNodes = facts.map(() => el("dd"));
       place.className = `card ${worker.role}`;
       place.replaceChildren(
-        el("h3", {}, worker.address, el("span", { class: "chip" }, worker.role), el("span", { class: "space" }),
+        el("h3", {}, worker.address, el("span", { class: "chip" }, roleWords(worker)), el("span", { class: "space" }),
           el("button", { type: "button", onclick: () => this.choose(this.chosen) }, "Close")),
         el("dl", {}, facts.map(([name], index) => el("div", {}, el("dt", {}, name), this.factNodes[index]))));
     }
@@ -249,7 +253,7 @@ const LEGEND = [
 
 const COLUMNS = [
   { title: "Address", value: (one) => one.address, show: (one) => el("button", { type: "button", class: "id" }, one.address) },
-  { title: "Role", value: (one) => one.role },
+  { title: "Role", value: roleWords },
   { title: "State", value: (one) => states(one).join(", ") },
   { title: "Running", number: true, value: (one) => one.running },
   { title: "Waiting", number: true, value: (one) => one.waiting },
