@@ -10,7 +10,7 @@ A request's way is that of `decode_service` and `prefill_service`, whose message
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -26,6 +26,7 @@ from engine import messages as m
 from engine.scheduling.schedule import LateRequest
 from engine.simulated.data_sheet import SimulatedTime
 from router.autoscaler.fleet_load import Totals
+from router.autoscaler.signals import MovableWorker
 from router.policy.base import Policy, RoutingDecision
 from router.running.prefill_times import PrefillTimes
 from simulation.admission import AdmissionOptions, SimulatedAdmission, Visit
@@ -76,6 +77,7 @@ class _OnItsWay:
 class _Member:
     worker: SimulatedWorker
     since: float  # paid from here
+    takes: WorkerRole  # work of this role
     num_running: int = 0  # requests on their way that need it
     is_draining: bool = False
     hedges: RetryBudget = field(default_factory=hedge_budget)  # of the prompts that it has prefill workers compute
@@ -144,6 +146,7 @@ class Fleet:
             num_bytes=self._network.num_bytes,
             transfer_s=self._network.transfer_s,
             scaled=self._scaling.history if self._scaling is not None else (),
+            shifts=self._scaling.shifts if self._scaling is not None else (),
         )
 
     def check_integrity(self) -> list[str]:
@@ -349,14 +352,20 @@ class Fleet:
 
     # ----------------------------------------------------------------------------------------------- workers
 
-    def _add_worker(self, role: WorkerRole) -> None:
+    @property
+    def _moves_roles(self) -> bool:
+        return self._options.scaling is not None and self._options.scaling.roles is not None
+
+    def _add_worker(self, takes: WorkerRole) -> None:
         """A worker that serves from now on."""
+        role = WorkerRole.BOTH if self._moves_roles else takes
         options, settings, times = self._options, self._options.settings, self._options.times[role]
         self._numbers[role] += 1
         address = f"{role.value}-{self._numbers[role]}"
         num_blocks = settings.num_blocks or max(times.kv_tokens // settings.block_size, 1)
         max_model_len = min(options.max_model_len, num_blocks * settings.block_size)
-        self._router.add(address, role, times.time if options.tells_times else None, max_model_len)
+        time = times.time if options.tells_times else None
+        self._router.add(address, role, time, max_model_len, takes if self._moves_roles else None)
         worker = SimulatedWorker(
             address,
             role,
@@ -373,7 +382,7 @@ class Fleet:
             report_blocks=self._report_blocks,
             report_late=self._report_late,
         )
-        self._members[address] = _Member(worker, self._clock.now)
+        self._members[address] = _Member(worker, self._clock.now, takes)
         worker.report()
 
     def _plan(self) -> None:
@@ -385,19 +394,51 @@ class Fleet:
         now = self._clock.now
         self._clock.at(now + PLAN_S, self._plan)
         serving: dict[WorkerRole, list[_Member]] = {role: [] for role in WorkerRole}
+        taking: dict[WorkerRole, list[WorkerLoad]] = {role: [] for role in WorkerRole}
         for member in self._members.values():
             if not member.is_draining:
                 serving[member.worker.role].append(member)
-        loads = {role: [member.worker.load for member in members] for role, members in serving.items()}
+                for role in _ALL if member.takes is WorkerRole.BOTH else (member.takes,):
+                    taking[role].append(member.worker.load)
         totals = Totals(len(self._outcomes), self._arrived, self._answered)
-        for role, wanted in scaling.decide(now, loads, totals).items():
-            num_more = wanted - len(serving[role]) - self._num_starting[role]
+        wanted, shift = scaling.decide(now, taking, totals, self._movable(serving[WorkerRole.BOTH]))
+        if shift is not None:
+            self._members[shift.worker.address].takes = shift.role
+            self._router.set_role(shift.worker.address, shift.role)
+        if options.adds:
+            self._scale(options, serving, wanted)
+
+    def _movable(self, members: Iterable[_Member]) -> list[MovableWorker]:
+        if not self._moves_roles:
+            return []
+        return [
+            MovableWorker(address=member.worker.address, role=member.takes, num_requests=member.num_running)
+            for member in members
+        ]
+
+    def _scale(
+        self,
+        options: ScalingOptions,
+        serving: Mapping[WorkerRole, Sequence[_Member]],
+        wanted: Mapping[WorkerRole, int],
+    ) -> None:
+        """Asks for workers, and drains the emptiest of those that are too many. Where roles move, all workers have
+        both, and one that takes requests is left."""
+        now = self._clock.now
+        for role, number in wanted.items():
+            if self._moves_roles is not (role is WorkerRole.BOTH):
+                continue
+            num_more = number - len(serving[role]) - self._num_starting[role]
             for _ in range(num_more):
                 self._num_starting[role] += 1
                 self._asked.append((role, now))
                 self._clock.at(now + options.startup_s, partial(self._started, role))
             emptiest_first = sorted(serving[role], key=lambda member: member.num_running)
             for member in emptiest_first[: max(-num_more, 0)]:
+                if self._moves_roles and member.takes is not WorkerRole.PREFILL:
+                    takers = [one for one in serving[role] if one.takes is not WorkerRole.PREFILL]
+                    if sum(not one.is_draining for one in takers) <= 1:
+                        continue
                 member.is_draining = True
                 self._router.drain(member.worker.address)
                 self._remove_if_done(member)
@@ -434,6 +475,7 @@ class Fleet:
             self._router.report_blocks(worker.address, stored, removed)
 
 
+_ALL = tuple(WorkerRole)
 _OF_REQUESTS = (
     m.RemotePrefillNeeded
     | m.LoanNeeded

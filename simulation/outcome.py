@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from common.goodput import Goodput, is_good
 from common.percentiles import percentile
 from common.types import WorkerRole
+from router.autoscaler.roles import Shift
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -58,6 +59,7 @@ class Outcome:
     num_transfers: int
     num_bytes: int  # moved from worker to worker
     transfer_s: float  # of all transfers together, what they waited for others included
+    shifts: Sequence[tuple[float, Shift]] = ()  # of workers' roles: when, and which
     scaled: Sequence[tuple[float, Mapping[WorkerRole, int]]] = ()  # when, and the workers wanted from then on
 
     def failures(self) -> dict[str, int]:
@@ -73,6 +75,7 @@ class Outcome:
         found: dict[str, float] = {
             "requests": len(self.requests),
             "failed": len(self.requests) - len(served),
+            **({"role_shifts": len(self.shifts)} if self.shifts else {}),
             "duration_s": self.seconds,
             "request_throughput": len(served) / self.seconds,
             "output_throughput": sum(one.num_output_tokens for one in served) / self.seconds,

@@ -12,6 +12,7 @@ from common.batch_time import BatchTime
 from common.targets import LatencyTargets
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
+from router.fleet.endpoint import RoleTaken
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.worker import Sent, WorkerRecord
@@ -33,8 +34,16 @@ class SimulatedRouter:
         self._fleet: Fleet | None = None  # None: workers have come or gone
         self._changed: set[str] = set()  # addresses of workers that `_fleet` is to be told of
 
-    def add(self, address: str, role: WorkerRole, time: BatchTime | None, max_model_len: int) -> None:
-        """`time`: None if the worker says nothing of how long its steps take."""
+    def add(
+        self,
+        address: str,
+        role: WorkerRole,
+        time: BatchTime | None,
+        max_model_len: int,
+        takes: WorkerRole | None = None,
+    ) -> None:
+        """`time`: None if the worker says nothing of how long its steps take. `takes`: of which role it takes work, if
+        that may change."""
         info = worker_pb2.WorkerInfo(
             worker_id=address,
             fingerprint=FINGERPRINT,
@@ -45,8 +54,15 @@ class SimulatedRouter:
         self._records[address] = WorkerRecord(
             address, role, no_channel, 0, info=info, batch_time=time, state=WorkerState.READY
         )
+        if takes is not None:
+            self._records[address].taken = RoleTaken(takes)
         self._index.reset(address)
         self._fleet = None
+
+    def set_role(self, address: str, takes: WorkerRole) -> None:
+        """The worker takes work of another role from now on."""
+        self._records[address].taken = RoleTaken(takes)
+        self._changed.add(address)
 
     def drain(self, address: str) -> None:
         """The worker gets no further request."""

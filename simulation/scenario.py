@@ -22,6 +22,7 @@ from common.types import WorkerRole
 from engine.simulated.data_sheet import SimulatedTime, simulated_time
 from router.autoscaler.model_rules import latency_goal
 from router.autoscaler.planner import Bounds, PlannerOptions
+from router.autoscaler.roles import RoleOptions
 from router.autoscaler.rules import Targets
 from router.limits.quotas import read_limits
 from router.policy.registry import create_policy
@@ -164,7 +165,11 @@ def scenarios(settings: SimulateSettings) -> list[Scenario]:
     for fleet in fleets:
         if not fleet[WorkerRole.DECODE] + fleet[WorkerRole.BOTH]:
             raise ConfigError("decode", "a fleet needs a decode worker, or one of both roles")
-    if settings.autoscale and settings.both:
+    if settings.move_roles:
+        for name in ("prefill_times", "decode_times"):
+            if getattr(settings, name) is not None:
+                raise ConfigError(name, "with --move-roles all workers are alike: set --times")
+    elif settings.autoscale and settings.both:
         raise ConfigError("both", "the planner scales prefill and decode workers only")
     return [Scenario(policy, fleet) for policy in policies for fleet in fleets]
 
@@ -205,7 +210,7 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         leaps=settings.leap,
         tells_times=settings.router_times,
         lends=settings.lend_blocks,
-        scaling=_scaling(settings) if settings.autoscale else None,
+        scaling=_scaling(settings) if settings.autoscale or settings.move_roles else None,
         targets=_targets(parse_goodput(settings.goodput, "goodput")),
         admission=_admission(settings),
     )
@@ -245,6 +250,7 @@ def _scaling(settings: SimulateSettings) -> ScalingOptions:
     planner = PlannerOptions(
         prefill=Bounds(settings.prefill_min, settings.prefill_max),
         decode=Bounds(settings.decode_min, settings.decode_max),
+        both=Bounds(settings.both_min, settings.both_max) if settings.move_roles else None,
         tolerance=settings.tolerance,
         scale_up_delay_s=settings.scale_up_delay,
         scale_down_delay_s=settings.scale_down_delay,
@@ -264,6 +270,13 @@ def _scaling(settings: SimulateSettings) -> ScalingOptions:
         startup_s=settings.startup,
         kv_usage=settings.target_kv_usage,
     )
+    roles = RoleOptions(interval_s=settings.role_interval, delay_s=settings.role_delay, gain=settings.role_gain)
     return ScalingOptions(
-        planner=planner, targets=targets, goal=goal, startup_s=settings.startup, window_s=settings.arrival_window
+        planner=planner,
+        targets=targets,
+        goal=goal,
+        roles=roles if settings.move_roles else None,
+        adds=settings.autoscale,
+        startup_s=settings.startup,
+        window_s=settings.arrival_window,
     )

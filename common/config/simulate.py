@@ -95,17 +95,25 @@ class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
     )
     leap: bool = Field(False, description="make many equal decode steps at once: faster, and within 1 % of the same")
     autoscale: bool = Field(False, description="let the planner add and remove prefill and decode workers")
+    move_roles: bool = Field(
+        False, description="all workers have both roles, and what they take follows the load, whatever they begin with"
+    )
+    role_interval: float = _as_in(AutoscalerSettings, "role_interval")
+    role_delay: float = _as_in(AutoscalerSettings, "role_delay")
+    role_gain: float = _as_in(AutoscalerSettings, "role_gain")
     startup: float = Field(30.0, ge=0, description="seconds from asking for a worker until it serves")
     prefill_min: int = _as_in(AutoscalerSettings, "prefill_min")
     prefill_max: Positive = _as_in(AutoscalerSettings, "prefill_max")
     decode_min: int = _as_in(AutoscalerSettings, "decode_min")
     decode_max: Positive = _as_in(AutoscalerSettings, "decode_max")
+    both_min: int = _as_in(AutoscalerSettings, "both_min")
+    both_max: Positive = _as_in(AutoscalerSettings, "both_max")
     target_queued_tokens: float = _as_in(AutoscalerSettings, "target_queued_tokens")
     target_prefill_rate: float | None = _as_in(AutoscalerSettings, "target_prefill_rate")
     target_kv_usage: float = _as_in(AutoscalerSettings, "target_kv_usage")
     target_requests: float = _as_in(AutoscalerSettings, "target_requests")
     planner: Literal["signals", "model"] = Field(
-        "signals", description="how --autoscale plans: as --planner of `baton autoscaler`"
+        "signals", description="how --autoscale and --move-roles plan: as --planner of `baton autoscaler`"
     )
     target_ttft_ms: float | None = _as_in(AutoscalerSettings, "target_ttft_ms")
     target_tpot_ms: float | None = _as_in(AutoscalerSettings, "target_tpot_ms")

@@ -170,8 +170,8 @@ class WorkerSettings(
     role_handover: float = Field(
         10.0,
         ge=0,
-        description="seconds that answers may go on at a worker that begins to take prompts alone; then they are handed "
-        "over",
+        description="seconds that answers may go on at a worker that takes prompts alone from now on; then they are "
+        "handed over",
     )
     metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off if unset")
     record_steps: str = Field(

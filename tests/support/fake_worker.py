@@ -250,6 +250,18 @@ class FakeWorker(
         self.change(state=worker_pb2.WORKER_STATE_READY)
         return worker_pb2.ResumeWorkerResponse()
 
+    def take(self, role: worker_pb2.WorkerRole.ValueType, *, is_pinned: bool = False) -> None:
+        """As a worker of both roles reports what it takes."""
+        num_shifts = self.load.get("num_role_shifts", 0) + (role != self.load.get("role", role))
+        self.change(load={**self.load, "role": role, "num_role_shifts": num_shifts, "role_pinned": is_pinned})
+
+    async def SetRole(  # noqa: N802
+        self, request: worker_pb2.SetWorkerRoleRequest, context: Context
+    ) -> worker_pb2.SetWorkerRoleResponse:
+        await self._ordered(request, context)
+        self.take(request.role, is_pinned=request.pin == worker_pb2.SetWorkerRoleRequest.PIN_SET)
+        return worker_pb2.SetWorkerRoleResponse(num_streams=1, num_role_shifts=self.load["num_role_shifts"])
+
     async def Abort(self, request: worker_pb2.AbortWorkRequest, context: Context) -> worker_pb2.AbortWorkResponse:  # noqa: N802
         await self._ordered(request, context)
         return worker_pb2.AbortWorkResponse(num_streams=self.num_abortable)
