@@ -162,7 +162,7 @@ def _never_zero() -> Schema:
     mode = {"enum": ["external-metrics", "prometheus-adapter"]}
     return {
         "if": {"properties": {"autoscaling": {"properties": {"mode": mode}}}},
-        "then": {"properties": {"prefill": role, "decode": role}},
+        "then": {"properties": {"prefill": role, "decode": role, "both": role}},
     }
 
 
@@ -254,13 +254,14 @@ def values_schema() -> Schema:
             ),
         ),
         limits=MAP,
-        both=worker(obj(enabled={"const": False})),
+        both=worker(scaling()),
         grafana=obj(dashboards=obj(enabled=BOOLEAN, labels=STRINGS)),
         prefill=worker(scaling(queuedTokensPerPod=number_or_null(), arrivalTokensPerSecond=number_or_null())),
         decode=worker(scaling(kvUsage=number_or_null(1), requestsPerPod=number_or_null())),
         autoscaling=obj(
             mode=one_of("external-metrics", "prometheus-adapter", "keda", "planner", "none"),
             deletionCosts=BOOLEAN,
+            moveRoles=BOOLEAN,
             followPlanner=BOOLEAN,
             keda=obj(pollingIntervalSeconds=integer(1), cooldownSeconds=integer(0)),
         ),

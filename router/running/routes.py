@@ -110,15 +110,16 @@ class Routes:
 
     def elsewhere(self, request: GenerationRequest, route: Route, offering: Endpoint) -> RoutingDecision | None:
         """The worker that could go on instead of one that offers to hand the request over; None if none can now. The
-        worker asks again. It drains, or takes prompts alone from now on: then the request may come back to it when all
-        others are lost."""
-        if not self.takes_prompts_alone(offering):
+        worker asks again. It drains, or takes prompts alone from now on: then the request goes to one that does not,
+        and may come back if all others are lost."""
+        is_shift = self.takes_prompts_alone(offering)
+        if not is_shift:
             route.refuse(offering)
         try:
             decision = self.pick(routing_request(request, route))
         except UnavailableError:
             return None
-        return None if decision.decode.incarnation == offering.incarnation else decision
+        return None if is_shift and self.takes_prompts_alone(decision.decode) else decision
 
     def takes_prompts_alone(self, endpoint: Endpoint) -> bool:
         """Whether this process of a worker is there, and takes no requests."""

@@ -4,6 +4,7 @@
     CHAOS_SECONDS=60 CHAOS_SEED=7 CHAOS_CONNECTOR=nixl make chaos          or lmcache, after `make lmcache`
     CHAOS_ROUTERS=3 CHAOS_HEDGE=1 make chaos    three routers that share the clients, with --hedge-prefill
     CHAOS_QUEUE_POLICY=slo make chaos           workers know how long steps take; half of the requests have targets
+    CHAOS_ROLE_SHIFTS=1 make chaos              four workers of both roles; each second one takes work of another one
 
 Faults: workers and engines killed or stopped for a while, workers drained and cut off from the network (also in one
 direction only), the store wiped, corrupted, killed or its disk full; and each second a request is cancelled, while
@@ -37,7 +38,7 @@ from tests.chaos.tiny_model import write_tiny_model
 from tests.faults import network as networks
 from tests.faults.disk import Disk
 from tests.faults.network import Network
-from tests.integration.stack import Fleet, OneHost, router_names, wait_for
+from tests.integration.stack import Fleet, OneHost, router_names, wait_for, worker_names
 from tests.integration.written_times import write_times
 
 NUM_CLIENTS = 4
@@ -45,7 +46,6 @@ FAULT_INTERVAL_S = 1.0
 MAX_GROWTH_MB = 25.0  # below 2 in five minutes, with either connector
 # Of requests, if a queue policy is named: none, missed always, missed now and then, met.
 TARGETS = (None, None, None, LatencyTargets(1, 1), LatencyTargets(2_000, 50), LatencyTargets(80_000, 10_000))
-WORKERS = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
 FLAGS = (
     "--chunk-size=64",
     "--log-level=warning",
@@ -63,6 +63,7 @@ class Run:
     num_routers: int
     hedges: bool
     queue_policy: str  # empty: the workers' own, and no request has targets
+    shifts_roles: bool
     folder: Path
 
     def run(self) -> dict[str, object]:
@@ -88,8 +89,7 @@ class Run:
             fleet = Fleet(
                 self.folder,
                 *flags,
-                prefill=2,
-                decode=2,
+                **self._numbers,
                 routers=self.num_routers,
                 router_flags=["--hedge-prefill"] if self.hedges else [],
                 hosts=hosts,
@@ -108,6 +108,8 @@ class Run:
             while time.monotonic() < end_at:
                 time.sleep(FAULT_INTERVAL_S)
                 faults.one()
+                if self.shifts_roles:
+                    faults.shift_role()
                 rng.choice(clients).cancel()
                 memory.look(fleet)
                 print(f"{end_at - time.monotonic():5.0f} s left, {dict(tally.outcomes)}", file=sys.stderr, flush=True)
@@ -115,13 +117,17 @@ class Run:
             memory.look(fleet)
             return self._verdict(tally, faults, memory.growth_mb(), problems)
 
+    @property
+    def _numbers(self) -> dict[str, int]:
+        return {"prefill": 0, "decode": 0, "both": 4} if self.shifts_roles else {"prefill": 2, "decode": 2}
+
     def _network(self, stack: contextlib.ExitStack) -> Network | str:
         """The hosts of the fleet, or why there is but one."""
         if self.connector == "lmcache":
             return "an LMCache server and its workers share one host's memory"
         if why := networks.why_not(self.folder):
             return why
-        network = Network(self.folder, [*router_names(self.num_routers), *WORKERS])
+        network = Network(self.folder, [*router_names(self.num_routers), *worker_names(**self._numbers)])
         stack.callback(network.close)
         return network
 
@@ -163,6 +169,7 @@ class Run:
             "connector": self.connector,
             "routers": self.num_routers,
             "queue_policy": self.queue_policy,
+            "shifts_roles": self.shifts_roles,
             "requests": dict(tally.outcomes),
             "faults": dict(faults.counts),
             "left_out": faults.why_not,
@@ -178,9 +185,10 @@ def main() -> int:
     connector = os.environ.get("CHAOS_CONNECTOR", "shared_storage")
     num_routers, hedges = int(os.environ.get("CHAOS_ROUTERS", "1")), bool(os.environ.get("CHAOS_HEDGE"))
     queue_policy = os.environ.get("CHAOS_QUEUE_POLICY", "")
+    shifts_roles = bool(os.environ.get("CHAOS_ROLE_SHIFTS"))
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     print(f"chaos: {seconds:g} s, seed {seed}, {connector}; logs in {folder}", file=sys.stderr)
-    outcome = Run(seconds, seed, connector, num_routers, hedges, queue_policy, folder).run()
+    outcome = Run(seconds, seed, connector, num_routers, hedges, queue_policy, shifts_roles, folder).run()
     print(json.dumps(outcome), flush=True)
     return 0 if outcome["ok"] else 1
 

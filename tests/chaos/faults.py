@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from common.types import WorkerState
+import grpc
+
+from common.types import WorkerRole, WorkerState
+from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from protos.convert import role_to_proto
 from tests.faults import watch
 from tests.faults.disk import FILLER, Disk, corrupt
 from tests.faults.network import Cut, Network
@@ -112,6 +116,17 @@ class Faults:
         print(f"{time.strftime('%H:%M:%S', time.gmtime())} {done}", file=sys.stderr, flush=True)
         return done
 
+    def shift_role(self) -> None:
+        """Has any worker of both roles take any work, whatever others take. One that is not there does not."""
+        member, role = self._rng.choice(self._fleet.members), self._rng.choice(list(WorkerRole))
+        order = worker_pb2.SetWorkerRoleRequest(role=role_to_proto(role), reason="chaos")
+        with grpc.insecure_channel(member.admin) as channel:
+            try:
+                worker_pb2_grpc.WorkerServiceStub(channel).SetRole(order, timeout=1.0)
+            except grpc.RpcError:
+                return
+        self.counts["shift role"] += 1
+
     def repair_all(self) -> None:
         """Raises `AssertionError` if a worker does not come back."""
         self._repair(float("inf"))
@@ -128,7 +143,7 @@ class Faults:
         usable = {w.address for w in self._fleet.workers() if w.state is WorkerState.READY and w.integrity == "ok"}
         self._harmed = {address for address in self._harmed if address not in usable or self._is_pending(address)}
         well = [m for m in self._fleet.members if m.address in usable and m.address not in self._harmed]
-        num_decode = sum(member.role == "decode" for member in well)
+        num_decode = sum(member.role != "prefill" for member in well)
         candidates = [m for m in well if (m.role == "prefill" or num_decode > 1) and m.name not in spares]
         if not candidates:
             return False

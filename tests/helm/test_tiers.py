@@ -84,6 +84,9 @@ def test_sidecars_are_as_restricted_as_workers() -> None:
         ({"kv.connector": "lmcache", "lmcache": {"enabled": True, "image": "x:1"}}, "lmcache.enabled"),
         ({"kv.store": "lmcache", "lmcache.enabled": True}, "lmcache.image"),
         ({"both.replicas": 1, "autoscaling.mode": "planner"}, "both.replicas"),
+        ({"autoscaling.moveRoles": True}, "autoscaling.moveRoles"),
+        ({"both.replicas": 1, "autoscaling.moveRoles": True}, "decode.autoscaling.enabled"),
+        ({"both.replicas": 1, "both.autoscaling.enabled": True}, "both.autoscaling.enabled"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(values: dict[str, object], named: str) -> None:
@@ -111,6 +114,34 @@ def test_workers_of_both_roles_are_found_by_both() -> None:
     policy = find(objects, "NetworkPolicy", "demo-baton-decode")["spec"]
     peers = {one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in policy["ingress"][1]["from"]}
     assert peers == {"prefill", "decode", "both"}
+
+
+@pytest.mark.parametrize("mode", ["external-metrics", "keda", "planner"])
+def test_workers_whose_roles_move_come_and_go_as_a_whole(mode: str) -> None:
+    alone = {f"{role}.autoscaling.enabled": False for role in ("prefill", "decode")}
+    moving = {"both.replicas": 4, "both.autoscaling.enabled": True, "autoscaling.moveRoles": True}
+    objects = render({**alone, **moving, "autoscaling.mode": mode})
+    settings = settings_of(objects, "demo-baton-autoscaler")
+    assert (settings["move_roles"], settings["both_min"], settings["both_max"]) == (True, 2, 8)
+    assert "replicas" not in find(objects, "Deployment", "demo-baton-both")["spec"]
+    assert find(objects, "Deployment", "demo-baton-decode")["spec"]["replicas"] == 1
+    if mode == "planner":
+        assert (settings["apply"], settings["both_workload"]) == (True, "deployment/demo-baton-both")
+        scaled = [
+            rule
+            for rule in find(objects, "Role", "demo-baton-autoscaler")["rules"]
+            if "deployments/scale" in rule["resources"]
+        ]
+        assert [rule["resourceNames"] for rule in scaled] == [["demo-baton-both"]]
+    elif mode == "keda":
+        (trigger,) = find(objects, "ScaledObject", "demo-baton-both")["spec"]["triggers"]
+        assert trigger["metadata"]["role"] == "both"
+    else:
+        (metric,) = find(objects, "HorizontalPodAutoscaler", "demo-baton-both")["spec"]["metrics"]
+        assert metric["external"]["metric"] == {
+            "name": "baton_desired_replicas",
+            "selector": {"matchLabels": {"role": "both"}},
+        }
 
 
 def test_there_are_none_unless_asked_for() -> None:

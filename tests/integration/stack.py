@@ -180,8 +180,8 @@ class Stack(Service):
 class Member:
     """One worker of a `Fleet`."""
 
-    name: str  # prefill-0, decode-1, …
-    role: str
+    name: str  # prefill-0, decode-1, worker-2, …
+    role: str  # the command's name: of both roles it is `worker`
     address: str  # as the router and other workers reach it
     admin: str  # as a test reaches it
     metrics_port: int
@@ -235,6 +235,7 @@ class Fleet(Service):
         *flags: str,
         prefill: int,
         decode: int,
+        both: int = 0,
         routers: int = 1,
         router_flags: Sequence[str] = (),
         hosts: Hosts | None = None,
@@ -245,7 +246,7 @@ class Fleet(Service):
         self._folder, self._flags, self._router_flags = folder, flags, router_flags
         self._hosts: Hosts = hosts or OneHost()
         self._environ = {**os.environ, **(environ or {})}
-        names = [f"prefill-{n}" for n in range(prefill)] + [f"decode-{n}" for n in range(decode)]
+        names = worker_names(prefill=prefill, decode=decode, both=both)
         ports = free_ports(2 * (len(names) + routers))
         self.members = [self._start(name, ports.pop(), ports.pop()) for name in names]
         self.routers = [self._new_router(name, ports.pop(), ports.pop()) for name in router_names(routers)]
@@ -292,7 +293,10 @@ class Fleet(Service):
         return RouterMember(name, http, grpc, f"http://{host}:{http}", f"{host}:{grpc}", process)
 
     def _start_router(self, name: str, http: int, grpc: int, *flags: str, host: str) -> Process:
-        by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
+        by_role = {
+            role: ",".join(m.address for m in self.members if m.role in (role, "worker"))
+            for role in ("prefill", "decode")
+        }
         address = "127.0.0.1" if self._hosts.host(host) == self._hosts.admin_host(host) else "0.0.0.0"
         listen = (f"--http-listen={address}:{http}", f"--grpc-listen={address}:{grpc}")
         workers = (f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}")
@@ -368,6 +372,11 @@ class Fleet(Service):
                 process.popen.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def worker_names(*, prefill: int, decode: int, both: int = 0) -> list[str]:
+    numbers = {"prefill": prefill, "decode": decode, "worker": both}
+    return [f"{role}-{n}" for role, number in numbers.items() for n in range(number)]
 
 
 def router_names(number: int) -> list[str]:

@@ -24,11 +24,13 @@ class Case:
     answer: tuple[int, ...]
 
 
-def tiny_fleet(folder: Path, *flags: str, prefill: int, decode: int, router_flags: Sequence[str] = ()) -> Fleet:
+def tiny_fleet(
+    folder: Path, *flags: str, prefill: int, decode: int, both: int = 0, router_flags: Sequence[str] = ()
+) -> Fleet:
     model_dir = folder / "model"
     write_tiny_model(model_dir)
     flags = (f"--model={model_dir}", "--num-blocks=2048", *flags)
-    return Fleet(folder, *flags, prefill=prefill, decode=decode, router_flags=router_flags)
+    return Fleet(folder, *flags, prefill=prefill, decode=decode, both=both, router_flags=router_flags)
 
 
 def make_cases(fleet: Fleet, num_tokens: int) -> list[Case]:

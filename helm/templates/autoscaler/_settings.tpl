@@ -23,7 +23,23 @@
 {{- if .requestsPerPod }}{{- $_ := set $settings "target_requests" .requestsPerPod }}{{ end -}}
 {{- end -}}
 {{- $mode := .Values.autoscaling.mode -}}
-{{- if and (eq $mode "planner") .Values.both.replicas -}}
+{{- $moves := .Values.autoscaling.moveRoles -}}
+{{- if $moves -}}
+{{- if not .Values.both.replicas -}}
+{{- fail "autoscaling.moveRoles: only workers of both roles can take work of another one, and both.replicas is 0" -}}
+{{- end -}}
+{{- range $role, $values := dict "prefill" .Values.prefill "decode" .Values.decode -}}
+{{- if $values.autoscaling.enabled -}}
+{{- fail (printf "%s.autoscaling.enabled: with autoscaling.moveRoles only workers of both roles come and go" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $settings "move_roles" true -}}
+{{- $_ := set $settings "both_min" .Values.both.autoscaling.minReplicas -}}
+{{- $_ := set $settings "both_max" .Values.both.autoscaling.maxReplicas -}}
+{{- else if .Values.both.autoscaling.enabled -}}
+{{- fail "both.autoscaling.enabled: workers of both roles come and go with autoscaling.moveRoles alone" -}}
+{{- end -}}
+{{- if and (eq $mode "planner") .Values.both.replicas (not $moves) -}}
 {{- fail "both.replicas: autoscaling.mode planner counts these in both roles, and would take others away for them" -}}
 {{- end -}}
 {{- if eq $mode "external-metrics" -}}
@@ -36,8 +52,8 @@
 {{- else if eq $mode "keda" -}}
 {{- $_ := set $settings "keda_listen" "0.0.0.0:50070" -}}
 {{- else if eq $mode "planner" -}}
-{{- $_ := set $settings "apply" true -}}
-{{- range $role, $values := dict "prefill" .Values.prefill "decode" .Values.decode -}}
+{{- $_ := set $settings "apply" (or (not $moves) .Values.both.autoscaling.enabled) -}}
+{{- range $role, $values := ternary (dict "both" .Values.both) (dict "prefill" .Values.prefill "decode" .Values.decode) $moves -}}
 {{- if $values.autoscaling.enabled -}}
 {{- $_ := set $settings (printf "%s_workload" $role) (printf "%s/%s" (ternary "leaderworkerset" "deployment" $values.multiNode.enabled) (include "baton.name" (dict "root" $ "component" $role))) -}}
 {{- end -}}

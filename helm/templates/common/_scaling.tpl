@@ -67,7 +67,7 @@ scaleDown:
 
 {{- define "baton.scalingMetrics" -}}
 {{- $scaling := .values.autoscaling -}}
-{{- if .root.Values.autoscaling.followPlanner }}
+{{- if or .root.Values.autoscaling.followPlanner (eq .component "both") }}
 - {name: baton_desired_replicas, target: 1, role: {{ .component }}}
 {{- end }}
 {{- if eq .component "prefill" }}
@@ -77,7 +77,7 @@ scaleDown:
 {{- with $scaling.arrivalTokensPerSecond }}
 - {name: baton_prefill_arrival_tokens_per_second, target: {{ . }}}
 {{- end }}
-{{- else }}
+{{- else if eq .component "decode" }}
 {{- with $scaling.kvUsage }}
 - {name: baton_decode_kv_used_pods, target: {{ round (mulf . 1000) 0 | int }}m}
 {{- end }}
