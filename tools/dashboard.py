@@ -380,7 +380,10 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Changes",
             "ops",
-            ((rate("baton_autoscaler_scalings_total", AUTOSCALER, "role, direction"), "{{role}} {{direction}}"),),
+            (
+                (rate("baton_autoscaler_scalings_total", AUTOSCALER, "role, direction"), "{{role}} {{direction}}"),
+                (rate("baton_autoscaler_role_shifts_total", AUTOSCALER, "role"), "to {{role}}"),
+            ),
         ),
         Panel(
             "Refused by the cluster",

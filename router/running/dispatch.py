@@ -148,7 +148,7 @@ class Dispatcher:
         metrics.router_migrations.labels(why).inc()
         self._routes.note(request, route, progress, decision, "handover")
         log.info(
-            f"decode worker {'drains' if why == 'drain' else 'takes prompts alone'}, handing over",
+            "decode worker drains, handing over" if why == "drain" else "decode worker changes its role, handing over",
             extra={
                 "request_id": request.request_id,
                 "decode_worker": report.decode_worker,

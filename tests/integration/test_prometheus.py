@@ -36,6 +36,7 @@ SCRAPE_S = 1
 RATE = "2m"  # for $__rate_interval
 DID_NOT_HAPPEN = {  # here, or not for sure; nor do workers know their times well enough for a router to predict with
     "baton_advised_replicas",
+    "baton_autoscaler_role_shifts_total",
     "baton_autoscaler_scalings_total",
     "baton_router_measured_to_predicted_ratio_bucket",
     "baton_router_migrations_total",
