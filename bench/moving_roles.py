@@ -1,10 +1,11 @@
 """A day whose mix changes, on fleets whose roles stay and on one whose roles move: long prompts in the morning, long
 answers in the evening.
 
-    python -m bench.moving_roles [--workers 4] [--times 4xh100-70b] [--seconds 300] [--json]
+    python -m bench.moving_roles [--workers 4] [--times 4xh100-70b] [--seconds 1200] [--json]
 
 All fleets are simulated (`simulation`) and have as many workers; all times are virtual, so figures are the same on
-every machine. Each half of the day has as much work for its role as `LOAD` of all workers but one can do.
+every machine. In the first third of the day there are only prompts, as many as `LOAD` of all workers but one can
+compute; in the last third only answers, likewise; between them the ones give way to the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,47 +34,53 @@ SIGMA = 0.3  # of the lengths' logarithms
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Half:
+class Kind:
     prompt_tokens: int  # the median
     output_tokens: int
 
 
-MORNING, EVENING = Half(prompt_tokens=4000, output_tokens=40), Half(prompt_tokens=200, output_tokens=400)
+MORNING = Kind(prompt_tokens=12_000, output_tokens=150)
+EVENING = Kind(prompt_tokens=300, output_tokens=1200)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Row:
     fleet: str
-    morning: float  # share of good answers
-    evening: float
+    morning: float  # share of good answers of the first half of the day
+    evening: float  # of the second
     day: float
     num_shifts: int
 
 
 def day(num_workers: int, times: str, seconds: float, seed: int = 1) -> list[TrafficRequest]:
-    """`seconds`: of each half."""
     time = ModelTime(simulated_time(times).time)
     prompts_per_s = 1 / time.prompt_s(MORNING.prompt_tokens)
     answers_per_s = BATCH / time.decode_s(BATCH, EVENING.prompt_tokens + EVENING.output_tokens / 2)
     rates = prompts_per_s, answers_per_s / EVENING.output_tokens
     found: list[TrafficRequest] = []
-    for number, (half, rate) in enumerate(zip((MORNING, EVENING), rates, strict=True)):
-        name = f"{seed}/{number}"
+    for number, (kind, rate) in enumerate(zip((MORNING, EVENING), rates, strict=True)):
+        name, draw = f"{seed}/{number}", random.Random(f"{seed}/{number}")
+        peak = arrivals.poisson(LOAD * (num_workers - 1) * rate, draw)
         made = independent(
-            arrivals.poisson(LOAD * (num_workers - 1) * rate, seed + number),
-            sizes.lognormal(half.prompt_tokens, SIGMA, 1, 4 * half.prompt_tokens, f"prompts/{name}"),
-            sizes.lognormal(half.output_tokens, SIGMA, 1, 4 * half.output_tokens, f"outputs/{name}"),
+            (
+                at
+                for at in itertools.takewhile(lambda at: at < seconds, peak)
+                if draw.random() < share(number, at / seconds)
+            ),
+            sizes.lognormal(kind.prompt_tokens, SIGMA, 1, 4 * kind.prompt_tokens, f"prompts/{name}"),
+            sizes.lognormal(kind.output_tokens, SIGMA, 1, 4 * kind.output_tokens, f"outputs/{name}"),
         )
-        begin, first_run = number * seconds, number << 20  # no prompt of the evening was there in the morning
-        found += [
-            TrafficRequest(
-                at=begin + one.at,
-                runs=tuple((first_run + run, length) for run, length in one.runs),
-                num_output_tokens=one.num_output_tokens,
-            )
-            for one in itertools.takewhile(lambda one: one.at < seconds, made)
-        ]
-    return found
+        first_run = number << 20  # prompts of both kinds have nothing in common
+        for one in made:
+            runs = tuple((first_run + run, length) for run, length in one.runs)
+            found.append(TrafficRequest(at=one.at, runs=runs, num_output_tokens=one.num_output_tokens))
+    return sorted(found, key=lambda one: one.at)
+
+
+def share(number: int, part: float) -> float:
+    """Of its greatest rate, that a kind has when `part` of the day is over."""
+    evening = min(max(3 * part - 1, 0.0), 1.0)
+    return evening if number else 1 - evening
 
 
 def play(requests: Sequence[TrafficRequest], seconds: float, name: str = "", **given: object) -> Row:
@@ -85,7 +93,7 @@ def play(requests: Sequence[TrafficRequest], seconds: float, name: str = "", **g
         raise AssertionError(wrong[0])
     goodput = parse_goodput(settings.goodput, "goodput")
     good = [one.is_good(goodput) for one in outcome.requests]
-    early = sum(one.at < seconds for one in outcome.requests)
+    early = sum(one.at < seconds / 2 for one in outcome.requests)
     return Row(
         fleet=name or scenario.fleet,
         morning=sum(good[:early]) / early,
@@ -112,9 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--times", default="4xh100-70b")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of each half of the day")
-    parser.add_argument("--ttft-ms", type=float, default=2000.0)
-    parser.add_argument("--tpot-ms", type=float, default=40.0)
+    parser.add_argument("--seconds", type=float, default=1200.0, help="of the day")
+    parser.add_argument("--ttft-ms", type=float, default=5000.0)
+    parser.add_argument("--tpot-ms", type=float, default=25.0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.workers < 2:

@@ -23,6 +23,7 @@ from common.types import WorkerRole
 log = logging.getLogger(__name__)
 
 OFFER_INTERVAL_S = 1.0
+NOTICE_S = 0.5  # until every router knows the role: to one that does not, an offer means that the worker drains
 
 Pin = Literal["set", "cleared"]
 """What an operator's order does to the pin; a planner's order says nothing of it."""
@@ -86,7 +87,7 @@ class RoleShifts:
 
     async def _offer(self) -> None:
         """Until the role changes again. A router without another decode worker takes no offer."""
-        await asyncio.sleep(self._handover_s)
+        await asyncio.sleep(max(self._handover_s, NOTICE_S))
         while True:
             self._offer_handover()
             await asyncio.sleep(OFFER_INTERVAL_S)

@@ -99,7 +99,7 @@ class FleetWorker(_message.Message):
     integrity: _builtins.str
     """"ok", what is wrong, or why it is not known"""
     role: _worker_pb2.WorkerRole.ValueType
-    """as configured in the router"""
+    """that this router uses it for"""
     breaker: _builtins.str
     """What this router knows of it; of the last minute or so, if it is about answers.
     "closed", "open", "half open" or "slow"
