@@ -113,7 +113,7 @@ class Admin:
     def set_role(self, role: WorkerRole | None, target: Target) -> tuple[OrderResult, ...]:
         """Has workers of both roles take work of one, and pins it: no planner changes it. None: both again, and
         planners may."""
-        wanted = None if role is None else role_to_proto(role)
+        wanted = worker_pb2.WORKER_ROLE_UNSPECIFIED if role is None else role_to_proto(role)
         return self._order(self._stub.SetRole, admin_pb2.SetRoleRequest(target=_target(target), role=wanted))
 
     def flush_cache(self, target: Target) -> tuple[OrderResult, ...]:

@@ -203,7 +203,7 @@ def test_only_the_router_gets_the_keys() -> None:
         ({"router.settings.tls_cert": "/x"}, "router.settings"),
         ({"lmcache.redis.url": "redis://:secret@host"}, "lmcache.redis.url"),
         ({"kv.sharedStorage.size": 20}, "kv.sharedStorage.size"),
-        ({"both.autoscaling.enabled": True}, "both.autoscaling.enabled"),
+        ({"both.autoscaling.enabled": "yes"}, "both.autoscaling.enabled"),
     ],
 )
 def test_a_bad_value_fails_lint_with_its_path(values: dict[str, object], path: str) -> None:

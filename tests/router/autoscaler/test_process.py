@@ -231,7 +231,8 @@ async def test_metric_specs_and_bad_triggers() -> None:
         assert len((await asyncio.wait_for(stream.read(), WAIT_S)).metricSpecs) == 2
         stream.cancel()
         for bad, field in (
-            (trigger("both"), "role"),
+            (trigger("neither"), "role"),
+            (trigger("both", metric="requests"), "metric"),
             (trigger("decode", metric="speed"), "metric"),
             (trigger("decode", target="1"), "target"),
             (trigger("prefill", target="-1"), "target"),
