@@ -42,6 +42,7 @@ def render_timeline(
         ("queue", timings.queue_ms),
         ("prefill", timings.prefill_ms),
         ("handoff", timings.handoff_ms),
+        *([("tail", timings.tail_ms)] if report.num_tail_tokens else []),
         ("first decode", timings.first_decode_ms),
     ]
     parts.append(("decode", max(0.0, timings.total_ms - sum(ms for _, ms in parts))))
@@ -124,6 +125,8 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
         lines.append(f"prefill on {report.prefill_worker} → decode on {decode}")
         transfer = f"; {_ms(report.timings.transfer_ms)} of the handoff" if report.timings.transfer_ms > 0 else ""
         lines.append(f"{report.num_blocks_moved} KV blocks moved, {size}{transfer}")
+        if report.num_tail_tokens:
+            lines.append(f"the last {report.num_tail_tokens} prompt tokens computed on {decode}")
         if report.num_blocks_lent:
             lines.append(f"{report.num_blocks_lent} KV blocks lent to the prefill worker")
     else:

@@ -49,11 +49,12 @@ class FinishedRequest:
     ttft_ms: float | None = None  # None if no token came
     total_ms: float = 0.0
     router_queue_ms: float = 0.0
-    queue_ms: float = 0.0  # this and the next six: `Timings` of the answer's report
+    queue_ms: float = 0.0  # this and the next seven: `Timings` of the answer's report
     prefill_queue_ms: float = 0.0
     prefill_ms: float = 0.0
     handoff_ms: float = 0.0
     transfer_ms: float = 0.0
+    tail_ms: float = 0.0
     first_decode_ms: float = 0.0
     tokens_per_second: float = 0.0
     num_retries: int = 0

@@ -208,7 +208,11 @@ router_process_restarts = Counter(
     "baton_router_process_restarts", "Processes of this router that took the place of one that ended."
 )
 router_decisions = _counter(
-    "baton_router_decisions", "Routing decisions, by where the prompt is computed.", "prefill", ("remote", "in_place")
+    "baton_router_decisions",
+    "Routing decisions, by where the prompt is computed: by a prefill worker (remote), by the decode worker "
+    "(in_place), or its first part remotely and the rest in place (split).",
+    "prefill",
+    ("remote", "in_place", "split"),
 )
 router_late_requests = Counter(
     "baton_router_late_requests",
@@ -282,10 +286,10 @@ worker_decode_calls = Counter(
 )
 worker_prompts = _counter(
     "baton_worker_prompts",
-    "Prompts of answers that a decode worker completed, by where it had them computed: here, or by a prefill worker "
-    "(remote), whether or not that came to an end.",
+    "Prompts of answers that a decode worker completed, by where it had them computed: here, by a prefill worker "
+    "(remote), whether or not that came to an end, or their first part there and the rest here (split).",
     "place",
-    ("here", "remote"),
+    ("here", "remote", "split"),
 )
 worker_prompt_tokens = Counter(
     "baton_worker_prompt_tokens", "Tokens of prompts that this worker is done with, those in a cache included."
@@ -376,7 +380,7 @@ worker_step_time_drifts = _gauge(
 )
 worker_handoff = Histogram(
     "baton_worker_handoff_seconds",
-    "From the first token at a decode worker to the last KV block there.",
+    "From the first token at a decode worker, or the end of a split prompt's first part, to the last KV block there.",
     buckets=WORKER_BUCKETS,
 )
 

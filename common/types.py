@@ -174,3 +174,6 @@ class WorkerLoad:
     num_leases: int = 0  # finished prefills whose blocks are held for a decode worker
     num_unstored_blocks: int = 0  # computed blocks that are still to be written to the store
     goes_by_slack: bool = False  # computes first what has the least time left to meet its latency targets
+    # If there is no room for a newcomer: tokens that each running request is expected to draw until there is, behind
+    # those that wait; then for the 2nd, 4th, 8th, ... newcomer. Empty: there is room, or nobody knows.
+    room_after: tuple[int, ...] = ()

@@ -17,8 +17,12 @@ from worker.published_blocks import MAX_PEER_BYTES, PublishedBlocks
 class PrefillEvents:
     """Takes in the events of one stream, in order. Raises `TransferError` for an event that breaks a rule."""
 
-    def __init__(self, *, first_block: int, num_blocks: int, vocab_size: int, num_lendable: int) -> None:
-        """`num_lendable`: leading blocks that are lent to the worker if it asks."""
+    def __init__(
+        self, *, first_block: int, num_blocks: int, vocab_size: int, num_lendable: int, has_token: bool = True
+    ) -> None:
+        """`num_blocks`: up to the last one that was asked for. `num_lendable`: leading blocks that are lent to the
+        worker if it asks. `has_token`: it was asked for the whole prompt, and so for its first token."""
+        self._has_token = has_token
         self._published = PublishedBlocks("blocks_ready", range(first_block, num_blocks))
         self._num_lendable = num_lendable
         self._vocab_size = vocab_size
@@ -43,9 +47,15 @@ class PrefillEvents:
         self._num_lendable = 0
         return m.LendBlocks(engine_id, wanted.first, wanted.stop)
 
-    def first_token(self, first: prefill_pb2.FirstToken) -> SampledToken:
+    def first_token(self, first: prefill_pb2.FirstToken) -> SampledToken | None:
+        """None: the part that was asked for is computed."""
         if self._has_first_token:
             raise TransferError("first_token: came twice")
+        if first.HasField("token") is not self._has_token:
+            raise TransferError(f"first_token.token: is {'missing' if self._has_token else 'there, of a part'}")
+        if not self._has_token:
+            self._has_first_token = True
+            return None
         token = token_of(first.token)
         if len(token.top_logprobs) > MAX_LOGPROBS:
             raise TransferError(f"first_token.token.top_logprobs: {len(token.top_logprobs)} are too many")

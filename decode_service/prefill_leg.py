@@ -93,6 +93,8 @@ class PrefillLeg:
         self._asked: list[PrefillStream] = []  # open, and one of them may give: two while a hedge is undecided
         self._giver: PrefillStream | None = None  # the one whose word is passed on
         self._hedge: PrefillStream | None = None
+        self._stop_block = 0  # the prompt's blocks from here on are computed here; 0: none
+        self.part_done_at: float | None = None  # when its part was computed, in seconds of the monotonic clock
         self._arrived: set[int] = set()
         self._has_first_token = False
         self._is_finished = False
@@ -100,8 +102,10 @@ class PrefillLeg:
         self._num_lent = 0
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, first_block: int, deadline: float | None) -> None:
-        """Asks the workers in turn. `deadline` is in the event loop's time; None for none."""
+    def start(self, first_block: int, stop_block: int, deadline: float | None) -> None:
+        """Asks the workers in turn for the blocks from `first_block` on; for those before `stop_block` alone, and no
+        token, unless that is 0. `deadline` is in the event loop's time; None for none."""
+        self._stop_block = stop_block
         self._worker.hedges.request()
         self._task = asyncio.create_task(self._run(first_block, deadline))
         self._task.add_done_callback(self._ended)
@@ -276,9 +280,10 @@ class PrefillLeg:
         num_lendable = first_block if lends else 0
         events = PrefillEvents(
             first_block=first_block,
-            num_blocks=-(-len(self._request.prompt_token_ids) // ready.spec.block_size),
+            num_blocks=self._stop_block or -(-len(self._request.prompt_token_ids) // ready.spec.block_size),
             vocab_size=ready.vocab_size,
             num_lendable=num_lendable,
+            has_token=not self._stop_block,
         )
         # A request whose deadline passes is normally ended by its own call. This later deadline is a fallback.
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
@@ -312,6 +317,7 @@ class PrefillLeg:
             age_ms=1000 * max(time.monotonic() - self._asked_time, 0.0),
             is_follow_up=request.is_follow_up,
             first_block=first_block,
+            stop_block=self._stop_block,
             connector=worker.settings.connector,
             peer=peer,
             traceparent="" if context is None else context.traceparent,
@@ -377,6 +383,12 @@ class PrefillLeg:
         self._report.timings.prefill_queue_ms = self.queue_ms
         self._report.num_blocks_lent = min(first.num_blocks_lent, self._num_lent)
         self._usage.cached_tokens = min(first.num_cached_tokens, len(self._request.prompt_token_ids))
+        if token is None:
+            num_part_tokens = self._stop_block * self._worker.ready.spec.block_size
+            self._report.num_tail_tokens = len(self._request.prompt_token_ids) - num_part_tokens
+            self.part_done_at = time.monotonic()
+            self._stream.send(*published)
+            return
         # The engine first: the token's way to the client takes longer than the blocks' way here.
         self._stream.send(*published, m.RemoteFirstToken(self._stream.engine_id, token))
         if not self._request.output_token_ids:  # else the client has it already, from an earlier decode worker

@@ -155,6 +155,7 @@ class DecodeRun:
                 asked_time=self._asked_time,
                 is_follow_up=request.is_follow_up,
                 min_remote_tokens=request.min_remote_tokens,
+                split_at=request.split_at,
                 traceparent="" if self._spans is None else self._spans.own.traceparent,
             )
         )
@@ -173,9 +174,9 @@ class DecodeRun:
     async def _take_in(self, event: object) -> bool:
         """Acts on one event. Returns whether it was the last one."""
         match event:
-            case m.RemotePrefillNeeded(_, first_block):
+            case m.RemotePrefillNeeded(_, first_block, stop_block):
                 self._marks.queue_s = time.monotonic() - self._marks.start
-                self._leg.start(first_block, self._deadline())
+                self._leg.start(first_block, stop_block, self._deadline())
             case m.BlocksFetched(_, indexes, failed_indexes, _, num_bytes, elapsed_s):
                 self._marks.last_fetch_s = elapsed_s
                 if self._spans is not None:
@@ -253,10 +254,16 @@ class DecodeRun:
         """After the last token."""
         marks = self._marks
         exemplar = None if self._spans is None else {"trace_id": self._spans.own.trace_id}
-        metrics.worker_prompts.labels("remote" if self._leg.is_started else "here").inc()
+        place = "split" if self._report.num_tail_tokens else "remote" if self._leg.is_started else "here"
+        metrics.worker_prompts.labels(place).inc()
         metrics.worker_queue.observe(marks.queue_s, exemplar)
-        if marks.kv_complete is not None and marks.first_token is not None:
-            metrics.worker_handoff.observe(max(marks.kv_complete - marks.first_token, 0.0), exemplar)
+        if marks.kv_complete is not None and (begin := self._handoff_begin) is not None:
+            metrics.worker_handoff.observe(max(marks.kv_complete - begin, 0.0), exemplar)
+
+    @property
+    def _handoff_begin(self) -> float | None:
+        """When all that a prefill worker was asked for was computed: a split prompt's part, or the first token."""
+        return self._marks.first_token if self._leg.part_done_at is None else self._leg.part_done_at
 
     def _count_tokens(self) -> None:
         """However the request ends: a router that finds a stop string cancels it."""
@@ -287,7 +294,10 @@ class DecodeRun:
         timings.queue_ms = marks.queue_s * 1000 + self._leg.queue_ms
         timings.first_decode_ms = (marks.second_token - kv_complete) * 1000 if marks.second_token else 0.0
         if report.prefill_worker:
-            timings.handoff_ms = (kv_complete - first) * 1000
+            if (part_done_at := self._leg.part_done_at) is not None:
+                kv_complete = max(marks.kv_complete or part_done_at, part_done_at)
+                timings.tail_ms = max(first - kv_complete, 0.0) * 1000
+            timings.handoff_ms = (kv_complete - (self._handoff_begin or first)) * 1000
             timings.transfer_ms = min(self._leg.publish_ms + marks.last_fetch_s * 1000, timings.handoff_ms)
         else:
             timings.prefill_ms = max(first - marks.start - marks.queue_s, 0.0) * 1000
@@ -300,12 +310,15 @@ class DecodeRun:
         events = []
         if marks.first_token is not None:
             events.append(("first token", marks.first_token))
-            kv_complete = max(marks.kv_complete or marks.first_token, marks.first_token)
+            begin = self._handoff_begin or marks.first_token
+            kv_complete = max(marks.kv_complete or begin, begin)
             if report.prefill_worker:
                 moved = {"baton.num_blocks": report.num_blocks_moved, "baton.num_bytes": report.num_bytes_moved}
-                spans.add("handoff", marks.first_token, kv_complete, moved)
+                spans.add("handoff", begin, kv_complete, moved)
+            if report.num_tail_tokens:
+                spans.add("tail", kv_complete, marks.first_token, {"baton.tail_tokens": report.num_tail_tokens})
             if marks.second_token is not None:
-                spans.add("first decode", kv_complete, marks.second_token)
+                spans.add("first decode", max(kv_complete, marks.first_token), marks.second_token)
                 spans.add("stream", marks.second_token, now)
         attributes: dict[str, Value] = {
             "baton.worker": self._worker.address,

@@ -67,7 +67,9 @@ class Arrivals:
             is_follow_up=command.is_follow_up,
             first_block=command.first_block,
             num_lendable_blocks=command.num_lendable_blocks,
+            is_part=command.is_part,
             min_remote_tokens=command.min_remote_tokens,
+            split_at=command.split_at,
         )
         is_scored = command.mode is not m.RequestMode.LOCAL or len(command.output_token_ids) > 0
         if command.sampling_params.prompt_logprobs is not None and not is_scored:

@@ -33,7 +33,7 @@ from engine.forward_pass import ForwardPass, Pass
 from engine.housekeeping import Housekeeping
 from engine.integrity import IntegrityReport
 from engine.pooling import embedding
-from engine.remote_kv import RemoteKV
+from engine.remote_kv import Publish, RemoteKV
 from engine.reports import (
     report_late,
     report_not_stored,
@@ -285,6 +285,9 @@ class EngineCore:
         if output.host_copies:
             self._device.copy(output.host_copies)
         self.remote_kv.start()
+        if output.parts:
+            self._hand_over(output.parts, output.publishes)
+            self.take_in_transfers()  # P2P publications are ready at once
 
     def begin(self, output: SchedulerOutput) -> BegunStep:
         """Second part: begins to compute the batch, and holds the blocks that it writes until `end`. If a request gives
@@ -334,8 +337,7 @@ class EngineCore:
                 started = [msgspec.structs.replace(step, start=now) for step in after.traced]
                 self._under_way.appendleft(replace(after, traced=started))
         result = self.scheduler.update(begun.output, tokens)
-        if result.publishes:
-            self.remote_kv.publish(result.publishes)
+        self._hand_over(result.parts, result.publishes)
         for new in result.tokens:
             self._report_token(new)
         if begun.computed.embeds:
@@ -413,6 +415,7 @@ class EngineCore:
             num_leases=scheduler.num_leases,
             num_unstored_blocks=len(blocks.write_back),
             goes_by_slack=scheduler.goes_by_slack,
+            room_after=scheduler.room_after,
         )
 
     def close(self) -> None:
@@ -444,8 +447,7 @@ class EngineCore:
         self._has_newcomers = False
         if output.host_copies:
             self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
-        if output.publishes:
-            self.remote_kv.publish(output.publishes)
+        self._hand_over(output.parts, output.publishes)
         if not self.remote_kv.is_idle:
             self.remote_kv.start()
         for request in output.preempted:
@@ -476,6 +478,19 @@ class EngineCore:
             values = embedding(request, request.embed)
             self._events.append(m.Embedded(request.request_id, values, request.num_cached_tokens, queue_s))
             self.scheduler.release(request.request_id)
+
+    def _hand_over(self, parts: Sequence[Request], publishes: Sequence[Publish]) -> None:
+        """Publishes blocks. A part is told to be done before its last blocks are: once the decode worker has those, it
+        listens no more."""
+        for part in parts:
+            queue_s = (part.scheduled_time or part.arrival_time) - part.arrival_time
+            self._events.append(
+                m.TokensGenerated(
+                    request_id=part.request_id, tokens=[], num_cached_tokens=part.num_cached_tokens, queue_s=queue_s
+                )
+            )
+        if publishes:
+            self.remote_kv.publish(publishes)
 
     def _report_token(self, new: NewToken, *, is_relayed: bool = False) -> None:
         request, reason = new.request, new.finish_reason

@@ -56,7 +56,11 @@ class ForwardPass:
         there is one; each row then begins with the token that its request is given there."""
         if before is not None:
             return self._begin_after(output, before)
-        last = {request for request, num_new in output.num_tokens.items() if num_new == request.num_missing_tokens}
+        last = {
+            request
+            for request, num_new in output.num_tokens.items()
+            if num_new == request.num_missing_tokens and not request.is_part
+        }
         guided = [request for request in output.num_tokens if request.guide is not None and request in last]
         strays = self._follow_grammars(guided) if guided else {}
         checks = {
@@ -146,7 +150,7 @@ class ForwardPass:
     def _row(self, request: Request, num_new: int, masks: Mapping[Guide, bytes]) -> StepRow:
         start = request.num_computed_tokens
         token_ids = request.token_ids[start : start + num_new]
-        is_last = num_new == request.num_missing_tokens
+        is_last = num_new == request.num_missing_tokens and not request.is_part
         if request.embed is not None:
             return StepRow(
                 token_ids=token_ids,

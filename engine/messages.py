@@ -61,7 +61,9 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     output_token_ids: list[int] = []  # LOCAL and REMOTE: already generated elsewhere, and already with the client
     first_block: int = 0  # PREFILL: first index in the block table that has to be published
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here
+    is_part: bool = False  # PREFILL: the prompt goes on elsewhere, after these whole blocks: no token is sampled
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
+    split_at: int = 0  # REMOTE: prompt tokens from this one on are computed here in any case; 0: none
     traceparent: str = ""  # of the front's span, if the request is sampled: it is told of its first steps
 
 
@@ -231,10 +233,12 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class RemotePrefillNeeded(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: blocks are allocated; ask a prefill worker for those from `first_block` on."""
+    """REMOTE: blocks are allocated; ask a prefill worker for those from `first_block` on, and before `stop_block`. The
+    prompt's first token is only asked for if `stop_block` is 0: with all blocks."""
 
     request_id: str
     first_block: int
+    stop_block: int = 0
 
 
 class LoanNeeded(msgspec.Struct, tag=True, frozen=True):
@@ -275,7 +279,8 @@ class PrefillReceived(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """New tokens. PREFILL gives exactly one, the moment it is sampled; BlocksPublished may still follow."""
+    """New tokens. PREFILL gives exactly one, the moment it is sampled, or none of a part that is computed;
+    BlocksPublished may still follow."""
 
     request_id: str
     tokens: list[SampledToken]

@@ -64,7 +64,9 @@ class Request:
     is_follow_up: bool = False  # a further step of a beam search: it is never refused for being late
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here
+    is_part: bool = False  # PREFILL: the prompt goes on elsewhere, after these whole blocks: no token is sampled
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
+    split_at: int = 0  # REMOTE: prompt tokens from this one on are computed here in any case; 0: none
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_pending: int = 0  # tokens that a step on the device draws for this request, unknown until the step ends
@@ -111,6 +113,11 @@ class Request:
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def num_remote_tokens(self) -> int:
+        """REMOTE: leading tokens of the prompt that a prefill worker may compute."""
+        return min(self.split_at or self.num_prompt_tokens, self.num_prompt_tokens)
 
     @property
     def num_missing_tokens(self) -> int:

@@ -41,6 +41,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
+    @property
+    def _block_size(self) -> int:
+        return self._worker.ready.spec.block_size
+
     # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
     async def Prefill(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: ARG002, N802
         with ends_counted("prefill"):
@@ -72,9 +76,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         worker.check_priority(start.priority)
         check_latency(convert.targets_of(start), start.age_ms)
         worker.check_tokens("prompt_token_ids", start.prompt_token_ids)
-        num_blocks = -(-num_tokens // worker.ready.spec.block_size)
+        num_blocks = -(-num_tokens // self._block_size)
         if start.first_block > num_blocks:
             raise InvalidArgumentError("first_block", f"{start.first_block} is behind the prompt's {num_blocks} blocks")
+        if start.stop_block and not start.first_block < start.stop_block <= (num_tokens - 1) // self._block_size:
+            reason = f"{start.stop_block} is not behind first_block and before the prompt's last token"
+            raise InvalidArgumentError("stop_block", reason)
         ours = worker.settings.connector
         if start.connector and start.connector != ours:
             raise IncompatibleError(f"connector {start.connector!r} cannot read from {ours!r}")
@@ -114,12 +121,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         worker = self._worker
         borrowing = Borrowing(stream, start.peer, worker.settings.transfer_timeout_s)
+        num_tokens = start.stop_block * self._block_size or len(start.prompt_token_ids)
         stream.send(
             m.AddRequest(
                 request_id=stream.engine_id,
-                prompt_token_ids=list(start.prompt_token_ids),
-                sampling_params=params,
+                prompt_token_ids=start.prompt_token_ids[:num_tokens],
+                # Nothing is sampled for a part: its grammar, say, is the decode worker's to compile.
+                sampling_params=SamplingParams() if start.stop_block else params,
                 mode=m.RequestMode.PREFILL,
+                is_part=start.stop_block > 0,
                 cache_salt=start.cache_salt,
                 retain=convert.retain_of(start),
                 tenant=start.tenant,
@@ -135,9 +145,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         accepted = prefill_pb2.PrefillAccepted(worker_id=worker.worker_id, epoch=worker.epoch, peer=worker.ready.peer)
         await context.write(prefill_pb2.PrefillEvent(accepted=accepted))
         grace_s = lease_grace_s(worker.settings) if worker.ready.is_read_from_memory else 0.0
-        relay = asyncio.create_task(
-            _relay(stream, borrowing, context, begin, grace_s, spans, len(start.prompt_token_ids))
-        )
+        relay = asyncio.create_task(_relay(stream, borrowing, context, begin, grace_s, spans, num_tokens))
         ended = asyncio.create_task(_read_to_end(borrowing, context))
         try:
             await asyncio.wait((relay, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -232,7 +240,7 @@ async def _read_to_end(borrowing: Borrowing, context: Context) -> bool:
 
 def _first_token(event: m.TokensGenerated, elapsed_s: float) -> prefill_pb2.FirstToken:
     return prefill_pb2.FirstToken(
-        token=token_to_proto(event.tokens[0]),
+        token=token_to_proto(event.tokens[0]) if event.tokens else None,
         num_cached_tokens=event.num_cached_tokens,
         queue_ms=event.queue_s * 1000,
         prefill_ms=(elapsed_s - event.queue_s) * 1000,

@@ -29,6 +29,7 @@ from router.autoscaler.fleet_load import Totals
 from router.autoscaler.signals import MovableWorker
 from router.policy.base import Policy, RoutingDecision
 from router.running.prefill_times import PrefillTimes
+from router.running.retries import DispatchLimits
 from simulation.admission import AdmissionOptions, SimulatedAdmission, Visit
 from simulation.clock import VirtualClock
 from simulation.device import VirtualDevice, spec_of
@@ -66,7 +67,9 @@ class _OnItsWay:
     decode: SimulatedWorker
     targets: LatencyTargets | None
     visit: Visit | None  # None: the router lets everybody in
-    needed: list[str]  # addresses of workers that may not end before
+    block_names: Sequence[bytes] = ()
+    needed: list[str] = field(default_factory=list)  # addresses of workers that may not end before
+    tried: set[tuple[str, str]] = field(default_factory=set)  # decode workers that refused it: `Endpoint.incarnation`
     leg: PrefillLeg | None = None  # None: there is no prefill worker for it
     is_released: bool = False  # by the decode worker
     num_told_tokens: int = 0  # of the answer, that the router has counted
@@ -201,15 +204,7 @@ class Fleet:
             targets = self._admission.targets(request.tenant, targets)
         self._retries.request()
         try:
-            decision = self._router.pick(
-                self._clock.now,
-                num_prompt_tokens=len(token_ids),
-                num_tokens=len(token_ids) + request.num_output_tokens,
-                block_names=block_names,
-                session=request.session,
-                targets=targets,
-                age_s=self._clock.now - outcome.at,
-            )
+            decision = self._pick(request, outcome, block_names, targets)
             if decision.late is not None:
                 outcome.was_late = True
                 if options.settings.slo_late == "refuse":
@@ -218,35 +213,84 @@ class Fleet:
             outcome.failure = error.message
             self._leave(visit)
             return
-        self._router.send(key, self._clock.now, decision, block_names)
         decode = self._members[decision.decode.address].worker
-        outcome.decode = decode.address
-        one = _OnItsWay(request, outcome, decision, decode, targets, visit, needed=[])
+        one = _OnItsWay(request, outcome, decision, decode, targets, visit, block_names)
         self._on_their_way[key] = one
-        self._need(one, decode.address)
+        self._send(one, key)
+
+    def _pick(
+        self,
+        request: TrafficRequest,
+        outcome: RequestOutcome,
+        block_names: Sequence[bytes],
+        targets: LatencyTargets | None,
+        tried: Iterable[tuple[str, str]] = (),
+    ) -> RoutingDecision:
+        return self._router.pick(
+            self._clock.now,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_tokens=request.num_prompt_tokens + request.num_output_tokens,
+            block_names=block_names,
+            session=request.session,
+            targets=targets,
+            age_s=self._clock.now - outcome.at,
+            refused=tried,
+        )
+
+    def _send(self, one: _OnItsWay, key: str) -> None:
+        """The request goes where its decision says."""
+        decision, outcome = one.decision, one.outcome
+        self._router.send(key, self._clock.now, decision, one.block_names)
+        outcome.decode, outcome.num_tail_tokens = one.decode.address, decision.num_tail_tokens
+        self._need(one, one.decode.address)
         if decision.prefill:
             self._need(one, decision.prefill[0].address)
             one.leg = self._leg(one, key)
         command = m.AddRequest(
             request_id=key,
-            prompt_token_ids=token_ids,
-            sampling_params=_greedy(request.num_output_tokens),
+            prompt_token_ids=prompt_of(one.request),
+            sampling_params=_greedy(one.request.num_output_tokens),
             mode=m.RequestMode.REMOTE if decision.prefill else m.RequestMode.LOCAL,
             min_remote_tokens=decision.min_remote_tokens,
-            targets=targets,
+            split_at=decision.split_at,
+            targets=one.targets,
             asked_time=outcome.at,
         )
-        self._mail.send(decode, command)
+        self._mail.send(one.decode, command)
+
+    def _retry(self, one: _OnItsWay, key: str) -> bool:
+        """Sends a request that its decode worker refused to another one, as `router.running.dispatch` does. False if
+        there is none, or there were too many such requests."""
+        one.tried.add(one.decision.decode.incarnation)
+        if len(one.tried) > DispatchLimits().num_retries or not self._retries.spend(self._clock.now):
+            return False
+        try:
+            decision = self._pick(one.request, one.outcome, one.block_names, one.targets, one.tried)
+        except BatonError:
+            return False
+        self._release(one)
+        self._router.ended(key, one.decision)
+        self._let_go(one)
+        one.decision, one.decode, one.leg, one.is_released = (
+            decision,
+            self._members[decision.decode.address].worker,
+            None,
+            False,
+        )
+        one.outcome.num_retries += 1
+        self._send(one, key)
+        return True
 
     def _leg(self, one: _OnItsWay, key: str) -> PrefillLeg:
         decision, now = one.decision, self._clock.now
-        may_hedge = decision.may_hedge and self._retries.allows(now)
+        has_budget = self._retries.allows(now)  # else there is no other worker than the first
+        may_hedge = decision.may_hedge and has_budget
         late_s = self._prefill_times.late_s(decision.prefill_cost, decision.prefill_s) if may_hedge else None
         return PrefillLeg(
             key,
             one.outcome,
             one.decode,
-            [helper.address for helper in decision.prefill],
+            [helper.address for helper in decision.prefill[: None if has_budget else 1]],
             partial(self._need, one),
             self._mail,
             hedge_after_s=late_s,
@@ -280,13 +324,15 @@ class Fleet:
     def _take_in_decode(self, one: _OnItsWay, event: m.Event) -> None:
         outcome = one.outcome
         match event:
-            case m.RemotePrefillNeeded(key, first_block):
+            case m.RemotePrefillNeeded(key, first_block, stop_block):
                 if one.leg is not None:
+                    num_asked = stop_block * self._options.settings.block_size or one.request.num_prompt_tokens
                     command = m.AddRequest(
                         request_id=key,
-                        prompt_token_ids=prompt_of(one.request),
+                        prompt_token_ids=prompt_of(one.request)[:num_asked],
                         sampling_params=_greedy(one.request.num_output_tokens),
                         mode=m.RequestMode.PREFILL,
+                        is_part=stop_block > 0,
                         first_block=first_block,
                         targets=one.targets,
                         asked_time=outcome.at,
@@ -298,9 +344,8 @@ class Fleet:
                 if one.leg is not None:
                     one.leg.lend(event)
             case m.PrefillReceived():
-                if outcome.ttft_s is not None:
-                    first_at = outcome.at + outcome.ttft_s - self._options.message_s
-                    handoff_s = max(self._clock.now - first_at, 0.0)
+                if one.leg is not None and one.leg.done_at is not None:
+                    handoff_s = max(self._clock.now - one.leg.done_at - self._options.message_s, 0.0)
                     self._router.first_tokens.handed_over(one.decision.num_missing_tokens, handoff_s, self._clock.now)
                 self._release(one)
             case m.TokensGenerated():
@@ -319,6 +364,8 @@ class Fleet:
                 if event.finish_reason is not None:
                     self._end(one, event.request_id)
             case m.RequestFailed(key, code, reason):
+                if code == OverloadedError.grpc_code and outcome.ttft_s is None and self._retry(one, key):
+                    return
                 outcome.failure = f"{code}: {reason}"
                 self._end(one, key)
 
@@ -336,15 +383,20 @@ class Fleet:
         outcome.e2e_s = self._clock.now + self._options.message_s - outcome.at
         self._last_end = max(self._last_end, outcome.at + outcome.e2e_s)
         if leg is not None and leg.elapsed_s is not None and not outcome.failure:
-            if outcome.prefill == decision.prefill[0].address:
+            if outcome.prefill == decision.prefill[0].address and decision.num_missing_tokens:
                 self._prefill_times.came(decision.prefill_cost, leg.elapsed_s, decision.prefill_s)
-            for _ in range(outcome.num_hedges):
+            for _ in range(outcome.num_hedges + leg.num_retries):
                 self._retries.spend(self._clock.now)
+        self._let_go(one)
+        self._leave(one.visit)
+
+    def _let_go(self, one: _OnItsWay) -> None:
+        """Its workers need not wait for it any more."""
         for address in one.needed:
             member = self._members[address]
             member.num_running -= 1
             self._remove_if_done(member)
-        self._leave(one.visit)
+        one.needed.clear()
 
     def _leave(self, visit: Visit | None) -> None:
         if self._admission is not None and visit is not None:

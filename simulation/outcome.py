@@ -33,6 +33,8 @@ class RequestOutcome:
     queue_s: float = 0.0  # in the router's queue
     num_hedges: int = 0  # prefill workers asked beside a late one
     is_hedge_won: bool = False  # the one that was asked beside it came first
+    num_retries: int = 0  # workers asked in place of others, which refused it
+    num_tail_tokens: int = 0  # of a split prompt: those that the decode worker was to compute
     was_late: bool = False  # the router or a worker held its targets for missed: it is refused, or served all the same
     late_cause: str = ""  # `LateRequest.cause` of the worker that said so; empty if it was the router
 
@@ -91,6 +93,10 @@ class Outcome:
             waits = sorted(one.queue_s for one in served)
             found["mean_queue_ms"] = 1000 * math.fsum(waits) / len(waits)
             found["p99_queue_ms"] = 1000 * percentile(waits, 0.99)
+        if num_retries := sum(one.num_retries for one in self.requests):
+            found["retries"] = num_retries
+        if num_split := sum(one.num_tail_tokens > 0 for one in served):
+            found["split_share"] = num_split / len(served)
         if num_hedges := sum(one.num_hedges for one in self.requests):
             found["hedges"] = num_hedges
             found["hedges_won"] = sum(one.is_hedge_won for one in self.requests)

@@ -1,11 +1,13 @@
 """One request's way to a prefill worker and back, as `decode_service.prefill_leg` goes it.
 
-A prefill worker that is late is not given up: the next one is asked beside it, once. The first to give a block or the
-token goes on, and the other one is released. One request lends to one worker.
+A prefill worker that refuses the prompt is followed by the next in the list. One that is late is not given up: the next
+one is asked beside it, once. The first to give a block or the token goes on, and the other one is released. One request
+lends to one worker.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +51,7 @@ class PrefillLeg:
         self._key = key
         self._outcome = outcome
         self._decode = decode
-        self._addresses = addresses
+        self._addresses = deque(addresses)  # not asked yet
         self._find = find
         self._mail = mail
         self._hedge_after_s = hedge_after_s
@@ -57,16 +59,22 @@ class PrefillLeg:
         self._lends = lends
         self._asked: list[SimulatedWorker] = []  # and not released: two while a hedge is undecided
         self._asked_at: dict[SimulatedWorker, float] = {}
+        self._command: m.AddRequest | None = None  # as the first worker got it, without loans
+        self.done_at: float | None = None  # when all that was asked for was computed
+        self.num_retries = 0  # workers asked in place of others
         self._giver: SimulatedWorker | None = None
         self._borrower: SimulatedWorker | None = None
 
     def start(self, command: m.AddRequest) -> None:
         """Asks the first worker. Its `command` lacks what may be lent to it."""
+        self._command = command
         self._hedges.request()
-        self._ask(self._addresses[0], command)
-        if self._hedge_after_s is not None and len(self._addresses) > 1:
+        if not self._ask_next():
+            self._give_up("no prefill worker is left")
+            return
+        if self._hedge_after_s is not None and self._addresses:
             clock = self._mail.clock
-            clock.at(clock.now + self._hedge_after_s, lambda: self._hedge(command))
+            clock.at(clock.now + self._hedge_after_s, self._hedge)
 
     @property
     def is_started(self) -> bool:
@@ -92,7 +100,10 @@ class PrefillLeg:
                 self._go_on_with(worker)
                 now = self._mail.clock.now
                 self.elapsed_s = now - self._asked_at[worker]
+                self.done_at = now
                 outcome.num_cached_tokens = min(event.num_cached_tokens, outcome.num_prompt_tokens)
+                if not event.tokens:  # of a part: the decode worker draws the first token
+                    return
                 send(self._decode, m.RemoteFirstToken(self._key, event.tokens[0]))
                 # The decode worker's front passes it on at once.
                 outcome.ttft_s = now + 2 * self._mail.message_s - outcome.at
@@ -100,8 +111,13 @@ class PrefillLeg:
                 outcome.num_bytes_moved += event.num_bytes
             case m.RequestFailed():
                 self._asked.remove(worker)
-                if not self._asked:
-                    send(self._decode, m.RemotePrefillFailed(self._key, f"{event.grpc_code}: {event.reason}"))
+                if self._asked:
+                    return
+                if self.done_at is None and self._ask_next():
+                    self.num_retries += 1
+                    outcome.num_retries += 1
+                else:
+                    self._give_up(f"{event.grpc_code}: {event.reason}")
 
     def release(self) -> None:
         """The decode worker needs nothing more."""
@@ -111,29 +127,36 @@ class PrefillLeg:
 
     # ------------------------------------------------------------------------------------------ internals
 
-    def _ask(self, address: str, command: m.AddRequest) -> None:
-        if (worker := self._find(address)) is None:
-            return
+    def _give_up(self, reason: str) -> None:
+        self._mail.send(self._decode, m.RemotePrefillFailed(self._key, reason))
+
+    def _ask_next(self) -> bool:
+        """Asks the next worker that is there. Returns False if none is."""
+        worker = None
+        while worker is None and self._addresses:
+            worker = self._find(self._addresses.popleft())
+        if worker is None or (command := self._command) is None:
+            return False
         if self._lends and self._borrower is None:
             command = replace(command, num_lendable_blocks=command.first_block)
         self._asked.append(worker)
         self._asked_at[worker] = self._mail.clock.now + self._mail.message_s
-        self._outcome.prefill = self._outcome.prefill or address
+        if len(self._asked) == 1:
+            self._outcome.prefill = worker.address
         self._mail.send(worker, command)
+        return True
 
-    def _hedge(self, command: m.AddRequest) -> None:
+    def _hedge(self) -> None:
         """The first worker is late."""
         if self._giver is None and self._asked and self._hedges.spend(self._mail.clock.now):
-            num_asked = len(self._asked)
-            self._ask(self._addresses[1], command)
-            self._outcome.num_hedges += len(self._asked) - num_asked
+            self._outcome.num_hedges += self._ask_next()
 
     def _go_on_with(self, giver: SimulatedWorker) -> None:
         if self._giver is giver:
             return
         self._giver = giver
         if self._outcome.num_hedges:
-            self._outcome.is_hedge_won = giver.address != self._addresses[0]
+            self._outcome.is_hedge_won = giver is not self._asked[0]
             self._outcome.prefill = giver.address
         for worker in self._asked:
             if worker is not giver:

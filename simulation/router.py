@@ -3,7 +3,7 @@ workers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import grpc
@@ -49,6 +49,7 @@ class SimulatedRouter:
             fingerprint=FINGERPRINT,
             block_size=self._block_size,
             max_model_len=max_model_len,
+            splits_prompts=True,
         )
         no_channel = cast("grpc.aio.Channel", None)  # nothing is sent
         self._records[address] = WorkerRecord(
@@ -95,16 +96,21 @@ class SimulatedRouter:
         session: str,
         targets: LatencyTargets | None = None,
         age_s: float = 0.0,
+        refused: Iterable[tuple[str, str]] = (),
     ) -> RoutingDecision:
-        """Decides where a request goes. `block_names` leave out the prompt's last token. Raises `UnavailableError` if
-        no decode worker can take it."""
+        """Decides where a request goes. `block_names` leave out the prompt's last token. `refused`: incarnations of
+        workers that did. Raises `UnavailableError` if no decode worker can take it."""
+        tried = frozenset(refused)
         wanted = RoutingRequest(
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=num_tokens,
             fingerprint=FINGERPRINT,
             block_names=block_names,
             cached_blocks=self._index.match(block_names, now),
+            num_told_blocks=lambda address: self._index.num_told(address, block_names),
             session=session,
+            tried=tried,
+            refused=tried,
             first_token=self._first_token(targets, age_s),
             handoff_token_s=self.first_tokens.handoff_token_s(now),
         )

@@ -81,6 +81,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             sampling_parameters=sorted(SAMPLING_PARAMETERS),
             chat_template_error=worker.chat_template_error,
             batch_time=_batch_time(worker, with_model=True),
+            splits_prompts=True,
         )
 
     async def WatchLoad(  # noqa: N802

@@ -32,6 +32,7 @@ class Timings:
     total_ms: float = 0.0
     tokens_per_second: float = 0.0
     router_queue_ms: float = 0.0  # no part of queue_ms
+    tail_ms: float = 0.0  # of a split prompt, between handoff and first token
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class RequestReport:
     num_handovers: int = 0  # those of num_migrations that were planned, since the worker drained
     notes: tuple[str, ...] = ()  # what was made of the request that its client may not expect
     slo: SloReport | None = None  # None if the request had no latency targets and no class
+    num_tail_tokens: int = 0  # of a split prompt: those that the decode worker computed after the prefill worker's
     routing: tuple[str, ...] = ()  # why it went where it went, if the call's metadata asks (x-baton-explain: true)
 
 

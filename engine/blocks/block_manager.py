@@ -93,6 +93,11 @@ class BlockManager:
                 return num_found
         return len(names)
 
+    def has_all(self, request: Request) -> bool:
+        """Whether the device has each block of a prompt of whole blocks."""
+        self.cache.name_full_blocks(request)
+        return self.cache.is_enabled and all(name in self.cache for name in request.block_hashes)
+
     def name_computed(self, request: Request) -> None:
         """Makes the full blocks below `request.num_computed_tokens` findable. Of equal blocks the first one stays."""
         if not self.cache.is_enabled:

@@ -213,7 +213,7 @@ class RemoteKV:
         for fetch in effects.store_fetches:
             self._transfers.fetch_stored(fetch.request_id, fetch.blocks)
         for ask in effects.asks:
-            self._emit(m.RemotePrefillNeeded(ask.request_id, ask.first_block))
+            self._emit(m.RemotePrefillNeeded(ask.request_id, ask.first_block, ask.stop_block))
         for loan in effects.loans:
             self._emit(m.LoanNeeded(loan.request_id, loan.first, loan.stop))
         for request_id in effects.not_needed:

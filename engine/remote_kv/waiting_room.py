@@ -27,10 +27,12 @@ class StoreFetch:
 
 @dataclass(slots=True, frozen=True)
 class AskPrefill:
-    """A prefill worker has to compute the request's prompt, and hand over the blocks from `first_block` on."""
+    """A prefill worker has to compute the request's prompt, and hand over the blocks from `first_block` on; with a
+    `stop_block` only those before it, and no token."""
 
     request_id: str
     first_block: int
+    stop_block: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,10 +92,10 @@ class WaitingRoom:
         what that has beyond the beginning. Returns False if there is nothing to wait for.
 
         No worker is asked if so few tokens are neither cached, stored nor on their way that computing them here is
-        better (`common.prefill_place`).
+        better (`common.prefill_place`). Of a split prompt it is asked for whole blocks alone.
         """
         self.may_have_effects = True
-        num_blocks = self._blocks.blocks_for(request.num_prompt_tokens)
+        num_blocks, is_split = self._asked_blocks(request)
         first_block = request.num_computed_tokens // self._blocks.block_size
         stored, limit = self._stored_and_limit(request)
         if request.needs_every_token:
@@ -109,12 +111,12 @@ class WaitingRoom:
             first_block,
             num_blocks if asks_worker else known_until,
             ask_from,
-            has_first_token=request.num_output_tokens > 0 or not asks_worker,
+            has_first_token=request.num_output_tokens > 0 or not asks_worker or is_split,
         )
         parked = self._parked[request.request_id] = Parked(request, wait)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
         if asks_worker:
-            self._effects.asks.append(AskPrefill(request.request_id, ask_from))
+            self._effects.asks.append(AskPrefill(request.request_id, ask_from, num_blocks if is_split else 0))
         elif known_until > ask_from:
             self._effects.loans.append(AskLoan(request.request_id, ask_from, known_until))
         if missing := self._fetches.join(parked):
@@ -139,11 +141,18 @@ class WaitingRoom:
         limit = min(request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
         return min(request.num_stored_blocks, limit), limit
 
+    def _asked_blocks(self, request: Request) -> tuple[int, bool]:
+        """(leading blocks of the prompt that a prefill worker may be asked for, whether the rest is computed here)."""
+        if request.num_remote_tokens < request.num_prompt_tokens:
+            return request.num_remote_tokens // self._blocks.block_size, True
+        return self._blocks.blocks_for(request.num_prompt_tokens), False
+
     def _asks_worker(self, request: Request, ask_from: int) -> bool:
         """Whether a prefill worker has to compute the request's KV from block `ask_from` on: it is neither here nor on
         its way."""
         size = self._blocks.block_size
-        num_missing = request.num_prompt_tokens - ask_from * size
+        num_blocks, is_split = self._asked_blocks(request)
+        num_missing = (num_blocks * size if is_split else request.num_prompt_tokens) - ask_from * size
         in_place = is_computed_in_place(num_missing, request.min_remote_tokens, size)
         return request.mode is RequestMode.REMOTE and not in_place
 

@@ -43,6 +43,7 @@ class SchedulerOutput:
 
     host_copies: list[BlockCopy] = field(default_factory=list)  # in this order, before anything is written
     publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
+    parts: list[Request] = field(default_factory=list)  # prefills without a token that need no step: they are done
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # tokens that may follow those, to be checked
     preempted: list[Request] = field(default_factory=list)
@@ -87,4 +88,5 @@ class NewToken:
 @dataclass(slots=True)
 class StepResult:
     tokens: list[NewToken] = field(default_factory=list)
+    parts: list[Request] = field(default_factory=list)  # prefills without a token that are done
     publishes: list[Publish] = field(default_factory=list)

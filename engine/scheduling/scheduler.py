@@ -35,6 +35,7 @@ from engine.scheduling.ahead import ends_next, may_go_ahead
 from engine.scheduling.decode_sums import DecodeSums
 from engine.scheduling.equal_prompts import EqualPrompts
 from engine.scheduling.preemption import victim
+from engine.scheduling.room import Room
 from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput, StepResult
 from engine.scheduling.slack import SlackPolicy
 from engine.scheduling.step_budget import StepBudget
@@ -58,6 +59,7 @@ class Scheduler:
         self._slack: SlackPolicy | None = None  # while it orders requests
         self._slack_at_rest: SlackPolicy | None = None  # of `auto`, while it does not
         self._with_targets: set[Request] = set()  # of `auto`: those that are not finished
+        self._parts: list[Request] = []  # of prompts, that may still wait
         self._waiting: WaitingQueue
         if config.queue_policy == "slo":
             self._slack = SlackPolicy(config, blocks, batch_time)
@@ -69,6 +71,7 @@ class Scheduler:
             self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
         self._running: list[Request] = []  # in the order of admission
         self._sums = DecodeSums()  # of those that decode
+        self._room = Room(blocks.block_size)
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -78,6 +81,8 @@ class Scheduler:
         self.requests[request.request_id] = request
         if request.targets is not None and self.config.queue_policy == "auto":
             self._with_targets.add(request)
+        if request.is_part:
+            self._parts.append(request)
         if self._slack is not None:
             self._slack.enter(request)
         self._waiting.add(request)
@@ -170,6 +175,17 @@ class Scheduler:
         return tuple(accumulate(num_tokens[:-1]))
 
     @property
+    def room_after(self) -> tuple[int, ...]:
+        """See `WorkerLoad`."""
+        if self.num_running < self.config.max_num_seqs:
+            head = next(iter(self._waiting), None)
+            if head is None or self.blocks.blocks_for(head.num_tokens) <= self.blocks.num_available_blocks:
+                return ()
+        if self._slack is not None and self._slack.knows_times and self._slack.displaced(self._running) is not None:
+            return ()  # for a newcomer with targets
+        return self._room.after((*self._running, *self._waiting_room), self._waiting.num_before_newcomer)
+
+    @property
     def decodes(self) -> list[Request]:
         """Requests that lack no more KV than that of their last token."""
         return [one for one in self._running if one.num_missing_tokens == 1 and one.num_output_tokens]
@@ -184,6 +200,7 @@ class Scheduler:
     def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
         """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
         output = SchedulerOutput()
+        self._hand_over_cached(output, now)
         self._choose_order(now)
         if self._slack is not None and self._takes_times(self._slack, now):
             self._schedule_by_slack(self._slack, output, now, drafts)
@@ -420,6 +437,7 @@ class Scheduler:
         """Parks newcomers from the queue's head, in mid-step. Stops if a block would be copied to host memory: a device
         copies after the step, and a fetch into the block does not wait for that."""
         output, nothing = SchedulerOutput(), StepBudget(0, self.config.chunk_size)
+        self._hand_over_cached(output, now)
         self._choose_order(now)
         if self._slack is not None and self._slack.knows_times:
             self._slack.look_ahead(self._running, self._waiting_room, now)
@@ -428,6 +446,32 @@ class Scheduler:
                 break
         output.host_copies = self.blocks.take_copies()
         return output
+
+    def _hand_over_cached(self, output: SchedulerOutput, now: float) -> None:
+        """Publishes parts of prompts of which the device has all blocks: nothing is computed for them, so they wait for
+        no turn."""
+        if not self._parts:
+            return
+        self._parts = [one for one in self._parts if one.status is RequestStatus.WAITING and one in self._waiting]
+        for request in [one for one in self._parts if self.blocks.has_all(one)]:
+            num_blocks = request.num_prompt_tokens // self.blocks.block_size
+            self._waiting.remove(request)
+            self._parts.remove(request)
+            self.blocks.allocate(request, request.num_tokens, num_blocks)
+            request.scheduled_time = now
+            request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens
+            self.blocks.counts.device_hits += num_blocks
+            output.publishes += self._publish(request)
+            output.parts.append(self._lease(request))
+
+    def _lease(self, request: Request) -> Request:
+        """A prefill that is done: its blocks are held until it is released."""
+        request.status = RequestStatus.FINISHED_LEASED
+        self._sums.note(request)
+        if self._slack is not None:
+            self._slack.forget(request)
+        self._with_targets.discard(request)
+        return request
 
     def _admit(self, budget: StepBudget, output: SchedulerOutput, now: float) -> None:
         """Admits requests in the order of the queue, up to the first one that does not fit."""
@@ -501,6 +545,11 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted or failed meanwhile
             self._computed(request, num_new, result)
+            if request.is_part and not request.num_missing_tokens:
+                self._offer(request)
+                self._running.remove(request)
+                result.parts.append(self._lease(request))
+                continue
             if not news:
                 self._sums.note(request)
                 continue
@@ -560,6 +609,7 @@ class Scheduler:
         """Adds a token to the answer, sampled here or by a prefill worker; ends the request if it is the last one."""
         reason = request.append(token.token_id, self.config.eos_token_ids, self.config.max_model_len)
         if reason is not None:
+            self._room.ended(request.num_output_tokens)
             is_stop = reason is FinishReason.STOP
             self._finish(request, RequestStatus.FINISHED_STOPPED if is_stop else RequestStatus.FINISHED_LENGTH)
         else:

@@ -32,6 +32,11 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._requests
 
+    @property
+    def num_before_newcomer(self) -> int:
+        """How many wait for a place that goes to them before a newcomer."""
+        return len(self._requests) - self.num_held_back
+
     def add(self, request: Request) -> None:
         index = len(self._requests)
         if self._policy == "priority":
@@ -92,6 +97,10 @@ class SlackQueue(WaitingQueue):
             self._insert(request, _HEAD, -float(self._number))
         else:
             self.add(request)
+
+    @property
+    def num_before_newcomer(self) -> int:
+        return max(self._num_on_time - self.num_held_back, 0)
 
     def lead(self, request: Request) -> None:
         """A place was made for it: it goes before all others until its pace changes."""

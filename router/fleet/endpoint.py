@@ -35,6 +35,7 @@ class Endpoint:
     parameters: frozenset[str] = frozenset()  # of sampling, that it knows
     max_model_len: int | None = None  # tokens of a request, prompt and answer; None if it has not said it
     batch_time: BatchTime | None = None  # how long its steps take; None if it has not said it, or is not sure yet
+    splits: bool = False  # it knows prompts that are computed in two parts, by two workers
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     excluded: str = ""

@@ -199,5 +199,6 @@ def _traits(endpoint: Endpoint) -> tuple[Hashable, ...]:
         endpoint.parameters,
         endpoint.block_size,
         endpoint.max_model_len,
+        endpoint.splits,
         id(endpoint.batch_time),
     )

@@ -227,6 +227,19 @@ class PrefixIndex:
         levels.append(Level(len(names), _Workers(left, self._names, self._bits)))
         return _Matches([level for level in reversed(levels) if level.workers])
 
+    def num_told(self, worker: str, names: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt the worker has said that it has: those that it is about to have do not
+        count."""
+        bit = self._bits.get(worker, 0) & self._alive
+        low, high = 0, len(names) if bit else 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._workers.get(names[middle - 1], 0) & bit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def _at(self, name: bytes) -> int:
         return (self._workers.get(name, 0) | self._expected.get(name, 0)) & self._alive
 

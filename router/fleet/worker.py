@@ -119,6 +119,7 @@ class WorkerRecord:
             parameters=self.parameters,
             max_model_len=info.max_model_len if info else None,
             batch_time=self.batch_time,
+            splits=info.splits_prompts if info else False,
             load=self.load,
             state=self.state,
             excluded=excluded,

@@ -52,6 +52,8 @@ class RoutingRequest:
     refused: frozenset[tuple[str, str]] = frozenset()  # of `tried`, those that are there and said no
     block_names: Sequence[bytes] = ()  # of the prompt, for `Routes` to look up
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # by address: leading blocks that the worker has
+    # By address: those of them that the worker has said it has. Others are about to be there.
+    num_told_blocks: Callable[[str], int] | None = None  # None: all
     session: str = ""  # requests of one session belong together; empty: it belongs to none
     parameters: frozenset[str] = frozenset()  # of sampling, that not all versions of workers know
     beside: tuple[str, str] | None = None  # incarnation of the decode worker with other answers to the prompt
@@ -84,7 +86,9 @@ class RoutingDecision:
     in_place: bool = False  # the decode worker is to compute what is missing, although it may ask `prefill` for it
     min_remote_tokens: int = 0  # the decode worker asks for no fewer missing tokens, see `common.prefill_place`
     num_cached_tokens: int = 0  # that the decode worker is thought to have
-    num_missing_tokens: int = 0  # that the worker which computes the prompt is thought to lack
+    num_missing_tokens: int = 0  # that the worker which computes the prompt, or its first part, is thought to lack
+    split_at: int = 0  # prompt tokens from this one on are computed by the decode worker after all; 0: it is not split
+    num_tail_tokens: int = 0  # those
     prefill_cost: float = 0.0  # tokens that the first of `prefill` computes until it is done with the prompt
     prefill_s: float | None = None  # the same in seconds, if the workers said how long their steps take
     step_s: float | None = None  # likewise, of the decode worker's next step: the time between two tokens

@@ -242,13 +242,39 @@ def in_place_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> tuple[f
 
 def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s: float | None = None) -> float:
     """Seconds until the worker has a newcomer's first token, with its decodes in each step. `left_s`: until that is
-    due, if it is.
+    due, if it is. At a decode worker that is full it waits for room, too: meanwhile those before it are computed.
+    """
+    time, beside = _time(endpoint), SECONDS.decodes(endpoint) if endpoint.can_decode else NO_DECODES
+    seconds = _computed_s(endpoint, time, beside, num_missing, num_cached, left_s)
+    if endpoint.load.room_after and endpoint.can_decode:
+        return max(seconds, room_s(endpoint, left_s) + _alone_s(endpoint, num_missing, num_cached, beside))
+    return seconds
+
+
+def room_s(endpoint: Endpoint, left_s: float | None = None) -> float:
+    """Seconds until a decode worker has room for a newcomer, whose first token is due in `left_s` if it is; 0 if it has
+    room, or does not tell. By slack, best effort may have to make room once half of a newcomer's time is gone."""
+    if not (after := endpoint.load.room_after):
+        return 0.0
+    number = endpoint.num_unreported + 1  # of newcomers, this one included
+    at = min(number.bit_length(), len(after)) - 1
+    tokens = float(after[at])
+    if (num_beyond := number - 2**at) and len(after) > 1:
+        low = min(at, len(after) - 2)  # beyond the last one, the same pace goes on
+        tokens += num_beyond * max(after[low + 1] - after[low], 0) / 2**low
+    seconds = tokens * step_s(endpoint)
+    return min(seconds, max(left_s, 0.0) / 2) if left_s is not None and endpoint.load.goes_by_slack else seconds
+
+
+def _computed_s(
+    endpoint: Endpoint, time: BatchTime, beside: StepShape, num_missing: int, num_cached: int, left_s: float | None
+) -> float:
+    """`first_token_s`, of a worker that has room.
 
     By arrival, a step has chunks of the first `STEP / CHUNK` prompts: those before these come first, and the newcomer
     shares its steps with the others, which are thought to be equally long. By slack, one prompt comes after the other:
     first those that have to begin sooner.
     """
-    time, beside = _time(endpoint), SECONDS.decodes(endpoint) if endpoint.can_decode else NO_DECODES
     load, num_unreported = endpoint.load, endpoint.num_unreported_tokens
     if len(load.queued_by_slack) == len(SLACKS_S) and (left_s is not None or load.goes_by_slack):
         num_before = load.num_queued_prompt_tokens

@@ -8,9 +8,15 @@
                     └── none, even if all goes well: likewise, and the request is late
 
 A prefill worker's first token comes after the prompts queued there and the request's own. A decode worker computes both
-beside its decodes. What the decode worker of a pair has to do beforehand adds nothing: the first token passes through
-it, and the KV follows. So a pair's time is that of the worker which computes the prompt, and only the workers that
-have least queued are looked at, one by one, until no other can be sooner.
+beside its decodes. What the decode worker of a pair has to do beforehand adds nothing, unless it has no room: the first
+token passes through it, and the KV follows. So a pair's time is that of the worker which computes the prompt, and only
+the workers that have least queued are looked at, one by one, until no other can be sooner.
+
+A prompt may be split: the prefill worker computes its beginning, and the decode worker the rest once it has that KV.
+Each token more in the first part costs about the same at one worker and saves the same at the other, so only points at
+which that changes are looked at. Up to what the prefill worker has, nothing is computed for it, and it is handed over
+before all that waits there; up to what that worker is about to have, it comes after that, and nothing is computed,
+either.
 """
 
 from __future__ import annotations
@@ -19,10 +25,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from router.policy.base import Candidate, Candidates, FirstTokenTarget, Late, cost_in_words
-from router.policy.costs import CHUNK, SECONDS, first_token_s, in_place_s
+from router.policy.base import Candidate, Candidates, FirstTokenTarget, Late, RoutingRequest, cost_in_words
+from router.policy.costs import CHUNK, SECONDS, first_token_s, in_place_s, room_s
 
 NUM_LOOKED_AT = 8  # workers of one role, at most
+SPLIT_GAIN = 0.2  # of the seconds of a whole prompt, which a split has to save
+PASSING_GAIN = 0.5  # likewise, if its part waits for no turn: what is queued is often done sooner than predicted
+LEAST_PART = 64  # tokens: fewer are worth no part of their own
+
+
+@dataclass(slots=True, frozen=True)
+class Split:
+    """A prompt in two parts. Seconds."""
+
+    at: int  # tokens before this one are the prefill worker's, in whole blocks
+    num_missing: int  # of them, that it has to compute
+    part_s: float  # until it has computed them
+    handoff_s: float  # of their KV, after that
+    tail_s: float  # to compute the rest beside the decode worker's decodes
+    lost_s: float  # by these decodes together
+    first_token_s: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,13 +54,28 @@ class Way:
     decode: Candidate
     prefill: Candidate | None  # None: `decode` computes the prompt
     first_token_s: float  # predicted, from now
+    split: Split | None = None
+    instead_s: float | None = None  # what the best way costs that does not split the prompt, if this one does for that
 
     @property
     def computing(self) -> Candidate:
         return self.prefill or self.decode
 
+    def why_split(self) -> str:
+        split, prefill = self.split, self.prefill
+        if split is None or prefill is None:
+            return ""
+        cost = _ms(split.first_token_s + split.lost_s)
+        instead = "" if self.instead_s is None else f" instead of {_ms(self.instead_s)}"
+        return (
+            f"prefill split: costs {cost}{instead}: {split.at} tokens by {prefill.address} ({split.num_missing} "
+            f"missing, {_ms(split.part_s)}, handoff {_ms(split.handoff_s)}), the rest by {self.decode.address} "
+            f"(computing {_ms(split.tail_s)}, lost by its decodes {_ms(split.lost_s)})"
+        )
+
     def words(self) -> str:
         place = "in place" if self.prefill is None else f"after {self.prefill.address}"
+        place += "" if self.split is None else f" (to token {self.split.at})"
         return f"{self.decode.address} {place} in {cost_in_words(self.first_token_s, in_seconds=True)}"
 
 
@@ -49,32 +86,130 @@ class Forecast:
     reason: Callable[[], str]
 
 
-def way_of(decode: Candidate, prefill: Candidate | None, target: FirstTokenTarget) -> Way:
-    return Way(decode, prefill, _first_token_s(prefill or decode, target))
+def way_of(decode: Candidate, prefill: Candidate | None, target: FirstTokenTarget | None) -> Way:
+    """Where nothing is split."""
+    return Way(decode, prefill, _pair_s(decode, prefill, None if target is None else target.left_s))
+
+
+def may_split(decode: Candidate, prefill: Candidate) -> bool:
+    """Whether a split of the prompt can be sooner than all of it on one of the two workers."""
+    helper = prefill.endpoint
+    if not (helper.splits and decode.endpoint.splits) or decode.num_missing_tokens < 2 * LEAST_PART:
+        return False
+    # Else the prefill worker would go on with the rest at once.
+    return helper.load.num_queued_prompt_tokens > 0 or helper.num_unreported_tokens > 0
+
+
+def better_split(
+    decode: Candidate,
+    helpers: Sequence[Candidate],
+    request: RoutingRequest,
+) -> Way | None:
+    """The way that splits the prompt, if all of it on either worker costs clearly more: seconds until the first token,
+    and those that decodes lose. `helpers`: prefill workers, the best first. Only in seconds."""
+    most_cached = max(helpers, key=lambda one: one.num_cached_tokens)
+    whole: float | None = None
+    best: Way | None = None
+    for prefill in (helpers[0],) if most_cached is helpers[0] else (helpers[0], most_cached):
+        if not may_split(decode, prefill):
+            continue
+        split = _best_split(decode, prefill, request, lambda one: one.first_token_s + one.lost_s)
+        if split is None:
+            continue
+        if whole is None:
+            target = request.first_token
+            ways = way_of(decode, None, target), way_of(decode, helpers[0], target)
+            whole = min(one.first_token_s + _lost_s(one) for one in ways)
+        way = Way(decode, prefill, split.first_token_s, split, whole)
+        cost = split.first_token_s + split.lost_s
+        gain = SPLIT_GAIN if split.part_s else PASSING_GAIN
+        if cost <= (1 - gain) * whole and (best is None or cost < best.first_token_s + _lost_s(best)):
+            best = way
+    return best
+
+
+def _sooner_way(decode: Candidate, prefill: Candidate, request: RoutingRequest) -> Way:
+    """The soonest way of a pair, split or not."""
+    whole = way_of(decode, prefill, request.first_token)
+    if not may_split(decode, prefill):
+        return whole
+    split = _best_split(decode, prefill, request, lambda one: one.first_token_s)
+    if split is None or split.first_token_s >= whole.first_token_s:
+        return whole
+    return Way(decode, prefill, split.first_token_s, split)
+
+
+def _best_split(
+    decode: Candidate, prefill: Candidate, request: RoutingRequest, cost: Callable[[Split], float]
+) -> Split | None:
+    """The best of the points that may be; None if there is none."""
+    size, missing = max(decode.endpoint.block_size, 1), decode.num_missing_tokens
+    first, stop = decode.num_cached_tokens, decode.num_cached_tokens + missing
+    left_s = None if request.first_token is None else request.first_token.left_s
+    decode_s = first_token_s(decode.endpoint, 1, stop - 1, left_s)  # behind what is queued there
+    told = request.num_told_blocks
+    ready = prefill.num_cached_tokens if told is None else told(prefill.address) * size  # it waits for no turn
+
+    def at(token: int) -> Split | None:
+        token = min(token, stop - 1) // size * size
+        if not first + LEAST_PART <= token <= stop - 1:
+            return None
+        return _split(decode, prefill, token, ready, decode_s, left_s, request.handoff_token_s)
+
+    found = [one for one in (at(ready), at(prefill.num_cached_tokens)) if one is not None]
+    return min(found, key=cost, default=None)
+
+
+def _split(
+    decode: Candidate,
+    prefill: Candidate,
+    at: int,
+    ready: int,
+    decode_s: float,
+    left_s: float | None,
+    handoff_token_s: float | None,
+) -> Split:
+    """`ready`: leading tokens that the prefill worker has. `decode_s`: until the decode worker comes to a prompt of one
+    token."""
+    endpoint, cached = prefill.endpoint, prefill.num_cached_tokens
+    num_missing, num_tail = max(at - cached, 0), decode.num_cached_tokens + decode.num_missing_tokens - at
+    part_s = first_token_s(endpoint, num_missing, cached, left_s) if num_missing else 0.0
+    if at > ready and not num_missing:
+        part_s = SECONDS.queue(endpoint)  # it is about to have them, as it computes them for another
+    # What is cached is handed over as a whole; of what is computed only the last chunk comes after the rest.
+    num_moved = min(max(num_missing, 1), CHUNK) if at > ready else at - decode.num_cached_tokens
+    handoff_s = (
+        SECONDS.handoff(endpoint, num_moved, at - num_moved, None)
+        if handoff_token_s is None
+        else handoff_token_s * num_moved
+    )
+    if decode.endpoint.load.room_after:
+        alone_s = SECONDS.prompt(endpoint, num_missing, cached)
+        part_s = max(part_s, room_s(decode.endpoint, left_s) + alone_s)
+    tail_s, lost_s = in_place_s(decode.endpoint, num_tail, at)
+    return Split(at, num_missing, part_s, handoff_s, tail_s, lost_s, max(part_s + handoff_s, decode_s) + tail_s)
 
 
 def in_time(
+    request: RoutingRequest,
     target: FirstTokenTarget,
     chosen: Way,
     prefill: Candidates | None,
     in_place: Callable[[], Candidates],
-    handoff_token_s: float | None,
 ) -> Forecast:
     """`chosen`: what the policy wants. `prefill`: workers that may compute the prompt for its decode worker, None if it
     is too short for that. `in_place`: decode workers that may compute it; asked for only if `chosen` may be late."""
     left_s = target.left_s
     if chosen.first_token_s * target.high <= left_s:
         return Forecast(chosen, None, lambda: f"first token: due in {_ms(left_s)}, {chosen.words()}")
-    helped, unseen_helped_s = _soonest(prefill, lambda one: way_of(chosen.decode, one, target))
+    helped, unseen_helped_s = _soonest(prefill, lambda one: _sooner_way(chosen.decode, one, request))
     decode = in_place()
     alone, unseen_s = _soonest(decode, lambda one: way_of(one, None, target))
     ways = [chosen, *helped, *alone]
-    sure = [
-        one for one in ways if one.first_token_s * target.high <= left_s and _leaves_time(one.computing, target.token_s)
-    ]
+    sure = [one for one in ways if one.first_token_s * target.high <= left_s and _leaves_time(one, target.token_s)]
     soonest = min(ways, key=lambda one: one.first_token_s)
     if sure:
-        best = min(sure, key=lambda one: _cost(one, handoff_token_s))
+        best = min(sure, key=lambda one: _cost(one, request.handoff_token_s))
         return Forecast(best, None, lambda: _instead(left_s, chosen, best))
     soonest_s = min(soonest.first_token_s, unseen_helped_s, unseen_s)
     if soonest_s * target.low <= left_s:
@@ -100,35 +235,50 @@ def _soonest(candidates: Candidates | None, way: Callable[[Candidate], Way]) -> 
     return found, inf if is_whole else least_s
 
 
-def _first_token_s(one: Candidate, target: FirstTokenTarget) -> float:
-    return first_token_s(one.endpoint, one.num_missing_tokens, one.num_cached_tokens, target.left_s)
+def _pair_s(decode: Candidate, prefill: Candidate | None, left_s: float | None) -> float:
+    one = prefill or decode
+    seconds = first_token_s(one.endpoint, one.num_missing_tokens, one.num_cached_tokens, left_s)
+    if prefill is not None and decode.endpoint.load.room_after:  # it asks once it has room
+        return max(seconds, room_s(decode.endpoint, left_s) + _alone_s(prefill))
+    return seconds
 
 
 def _alone_s(one: Candidate) -> float:
     return SECONDS.prompt(one.endpoint, one.num_missing_tokens, one.num_cached_tokens)
 
 
-def _leaves_time(one: Candidate, token_s: float | None) -> bool:
+def _leaves_time(way: Way, token_s: float | None) -> bool:
     """Whether steps with a chunk of the prompt are short enough for the decodes beside it, whose targets are thought to
     be the request's own."""
+    one, num_new, num_cached = way.computing, way.computing.num_missing_tokens, way.computing.num_cached_tokens
+    if way.split is not None:
+        one, num_cached = way.decode, way.split.at
+        num_new = one.num_cached_tokens + one.num_missing_tokens - num_cached
     time = one.endpoint.batch_time
     if token_s is None or time is None or not one.endpoint.can_decode:
         return True
     decodes = SECONDS.decodes(one.endpoint)
-    num_new = min(one.num_missing_tokens, CHUNK)
-    return not decodes.num_decodes or time.chunk_seconds(num_new, one.num_cached_tokens, decodes) <= token_s
+    return not decodes.num_decodes or time.chunk_seconds(min(num_new, CHUNK), num_cached, decodes) <= token_s
 
 
 def _cost(way: Way, handoff_token_s: float | None) -> float:
     """Seconds until the request's second token can follow, and those that decodes lose beside its prompt."""
-    one = way.computing
-    cost = way.first_token_s
-    if one.endpoint.can_decode:
-        cost += in_place_s(one.endpoint, one.num_missing_tokens, one.num_cached_tokens)[1]
-    if way.prefill is not None:
+    cost = way.first_token_s + _lost_s(way)
+    if way.prefill is not None and way.split is None:
+        one = way.prefill
         missing, cached = way.decode.num_missing_tokens, way.decode.num_cached_tokens
         cost += SECONDS.handoff(one.endpoint, missing, cached, handoff_token_s)
     return cost
+
+
+def _lost_s(way: Way) -> float:
+    """Seconds that decodes lose beside the prompt."""
+    if way.split is not None:
+        return way.split.lost_s
+    one = way.computing
+    if not one.endpoint.can_decode:
+        return 0.0
+    return in_place_s(one.endpoint, one.num_missing_tokens, one.num_cached_tokens)[1]
 
 
 def _instead(left_s: float, chosen: Way, best: Way) -> str:

@@ -26,7 +26,7 @@ from router.policy.costs import (
     Costs,
     all_know_their_times,
 )
-from router.policy.first_token import Forecast, Way, in_time, way_of
+from router.policy.first_token import Forecast, Way, better_split, in_time, way_of
 from router.policy.placement import Placement, placement_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
@@ -81,18 +81,26 @@ class RoutingPolicy:
         if asked and not placement.in_place:
             choices.append(_choice("prefill", ranked_prefill, len(prefill_candidates)))
         forecast: Forecast | None = None
+        way: Way | None = None  # in place of what the policy chose
+        if asked and costs.in_seconds and not placement.is_final:
+            way = better_split(decode, asked, request)
+            if way is not None:
+                choices.append(way.why_split)
+                decode, asked, placement = _by_way(way, decode, asked, placement)
         if request.first_token is not None and costs.in_seconds:
             helper = None if placement.in_place or not asked else asked[0]
-            chosen = way_of(decode, helper, request.first_token)
+            chosen = way or way_of(decode, helper, request.first_token)
             is_long = decode.num_missing_tokens >= max(self._min_remote_tokens, decode.endpoint.block_size)
             in_place = partial(candidates, decode_groups, roles=DECODES, work=costs.prompt, without=without, only=only)
             may_help = prefill_candidates if is_long and asked else None
-            forecast = in_time(request.first_token, chosen, may_help, in_place, request.handoff_token_s)
+            forecast = in_time(request, request.first_token, chosen, may_help, in_place)
             choices.append(forecast.reason)
             if forecast.way is not chosen:
-                decode, asked, placement = _by_way(forecast.way, decode, asked, placement)
+                way = forecast.way
+                decode, asked, placement = _by_way(way, decode, asked, placement)
         self._turn += 1
         computing = decode if placement.in_place or not asked else asked[0]
+        split_at = 0 if way is None or way.split is None else way.split.at
         return RoutingDecision(
             decode=decode.endpoint,
             prefill=() if placement.is_final else tuple([one.endpoint for one in asked[:MAX_PREFILL_WORKERS]]),
@@ -101,6 +109,8 @@ class RoutingPolicy:
             min_remote_tokens=placement.min_remote_tokens,
             num_cached_tokens=decode.num_cached_tokens,
             num_missing_tokens=computing.num_missing_tokens,
+            split_at=split_at,
+            num_tail_tokens=request.num_prompt_tokens - split_at if split_at else 0,
             prefill_cost=_tokens_before_first(asked[0]) if asked else 0.0,
             prefill_s=asked[0].wait + asked[0].work if asked and costs.in_seconds else None,
             step_s=costs.load(decode.endpoint) / ANSWER_TOKENS if costs.in_seconds else None,
@@ -242,13 +252,19 @@ def _decode_work(
 def _by_way(
     way: Way, decode: Candidate, asked: Sequence[Candidate], placement: Placement
 ) -> tuple[Candidate, Sequence[Candidate], Placement]:
-    """Where the request goes for the sake of its first token, in place of where the policy wanted it."""
-    missing = way.decode.num_missing_tokens
-    if way.prefill is not None:
-        others = [one for one in asked if one.address != way.prefill.address]
+    """Where the request goes for the sake of its first token, in place of where the policy wanted it. Of a split prompt
+    the first of the prefill workers lacks its part alone."""
+    missing, prefill = way.decode.num_missing_tokens, way.prefill
+    if prefill is not None:
+        others = [one for one in asked if one.address != prefill.address]
+        if (split := way.split) is not None:
+            missing = split.at - way.decode.num_cached_tokens
+            others = [one for one in others if one.endpoint.splits]
+            work = SECONDS.prompt(prefill.endpoint, split.num_missing, prefill.num_cached_tokens)
+            prefill = replace(prefill, num_missing_tokens=split.num_missing, work=work)
         least = min(placement.min_remote_tokens, missing)
         remote = replace(placement, in_place=False, min_remote_tokens=least, is_final=False)
-        return decode, [way.prefill, *others], remote
+        return decode, [prefill, *others], remote
     most_here = max(placement.min_remote_tokens, missing + way.decode.endpoint.block_size)
     in_place = replace(placement, in_place=True, min_remote_tokens=most_here)
     if way.decode.address == decode.address:

@@ -208,6 +208,7 @@ class Attempts:
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,
                 min_remote_tokens=decision.min_remote_tokens,
+                split_at=decision.split_at,
                 hedge_after_s=hedge_after_s,
                 traceparent="" if context is None else context.traceparent,
                 tracestate="" if context is None else context.state,
@@ -252,7 +253,8 @@ class Attempts:
         if self._num_complete % COMPARE_EVERY == 1:
             _compare(decision, progress, num_prompt_tokens, pace)
         elapsed_s = (report.timings.prefill_queue_ms + report.timings.prefill_ms) / 1000
-        if decision.prefill and report.prefill_worker == decision.prefill[0].address:
+        has_work = decision.num_missing_tokens > 0  # else it had its part of a split prompt already
+        if has_work and decision.prefill and report.prefill_worker == decision.prefill[0].address:
             self._prefill_times.came(decision.prefill_cost, elapsed_s, decision.prefill_s)
             self._first_tokens.handed_over(decision.num_missing_tokens, report.timings.handoff_ms / 1000, now)
         for endpoint in decision.prefill:
@@ -260,7 +262,7 @@ class Attempts:
                 continue
             if endpoint.address == report.prefill_worker:
                 track.succeeded(endpoint.incarnation, now)
-                if endpoint is decision.prefill[0] and elapsed_s:
+                if endpoint is decision.prefill[0] and elapsed_s and has_work:
                     times = self._like_prompts.times_usual(
                         decision.prefill_cost, num_prompt_tokens, elapsed_s, decision.prefill_s
                     )
@@ -278,7 +280,7 @@ def _compare(decision: RoutingDecision, progress: Progress, num_prompt_tokens: i
         measured_s = pace.waited_s / (pace.num_tokens - 1)
         metrics.router_prediction.labels("token").observe(measured_s / decision.step_s)
     attempt = progress.attempts[-1] if progress.attempts else None
-    if attempt is None or attempt.cause != "new" or attempt.first_token_at is None:
+    if attempt is None or attempt.cause != "new" or attempt.first_token_at is None or decision.split_at:
         return
     computes, missing = decision.decode if decision.in_place else decision.prefill[0], decision.num_missing_tokens
     predicted_s = first_token_s(computes, missing, num_prompt_tokens - missing)

@@ -101,6 +101,7 @@ class DecodeEvents:
         report.num_hedges_won = min(said.num_hedges_won + earlier.num_hedges_won, MAX_COUNT)
         report.num_drafted_tokens = min(said.num_drafted_tokens + earlier.num_drafted_tokens, MAX_COUNT)
         report.num_accepted_tokens = min(said.num_accepted_tokens + earlier.num_accepted_tokens, MAX_COUNT)
+        report.num_tail_tokens = min(said.num_tail_tokens, self._num_prompt_tokens)
         report.num_preemptions = min(said.num_preemptions + earlier.num_preemptions, MAX_COUNT)
         report.ClearField("timings")
         timings = report.timings

@@ -151,6 +151,7 @@ def _described(kept: _Kept) -> FinishedRequest:
         prefill_ms=round(timings.prefill_ms, 3),
         handoff_ms=round(timings.handoff_ms, 3),
         transfer_ms=round(timings.transfer_ms, 3),
+        tail_ms=round(timings.tail_ms, 3),
         first_decode_ms=round(timings.first_decode_ms, 3),
         tokens_per_second=round(timings.tokens_per_second, 3),
         num_retries=report.num_retries,
@@ -225,11 +226,16 @@ def _on_workers(progress: Progress, started_at: float, ended_at: float) -> Itera
     """Stages of the last attempt, by the report of its decode worker."""
     report, timings, first = progress.report, progress.report.timings, progress.attempts[-1].first_token_at
     decode, prefill = report.decode_worker, report.prefill_worker or report.decode_worker
-    before = (
+    before = [
         ("queue", decode, timings.queue_ms - timings.prefill_queue_ms),
         ("prefill queue", prefill, timings.prefill_queue_ms),
         ("prefill", prefill, timings.prefill_ms),
-    )
+    ]
+    handoff, after = ("handoff", decode, timings.handoff_ms), [("first decode", decode, timings.first_decode_ms)]
+    if report.num_tail_tokens:  # the handoff comes before the first token
+        before += [handoff, ("tail", decode, timings.tail_ms)]
+    else:
+        after.insert(0, handoff)
     end = ended_at if first is None else first
     at = started_at
     for name, where, took_ms in before:
@@ -242,9 +248,9 @@ def _on_workers(progress: Progress, started_at: float, ended_at: float) -> Itera
     yield "to the router", ROUTER, at, first
     last = ended_at if progress.last_token_at is None else progress.last_token_at
     at = first
-    for name, took_ms in (("handoff", timings.handoff_ms), ("first decode", timings.first_decode_ms)):
+    for name, where, took_ms in after:
         until = min(at + took_ms / 1000, last)
-        yield name, decode, at, until
+        yield name, where, at, until
         at = until
     yield "decode", decode, at, last
 

@@ -87,10 +87,11 @@ class Routes:
         """Raises `UnavailableError` if no decode worker can take the request now. Workers that were lost, and did not
         say no, are asked again if there is no other: each may be back."""
         if wanted.block_names:
-            now = self._clock()
+            now, index, names = self._clock(), self._registry.blocks.index, wanted.block_names
             wanted = replace(
                 wanted,
-                cached_blocks=self._registry.blocks.index.match(wanted.block_names, now),
+                cached_blocks=index.match(names, now),
+                num_told_blocks=lambda address: index.num_told(address, names),
                 handoff_token_s=self.first_tokens.handoff_token_s(now),
             )
         return self._pick(self.policy.pick, wanted)
@@ -218,7 +219,7 @@ class Routes:
         self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, cause: str
     ) -> None:
         """The request goes where `decision` says: its blocks will be there, and people may ask why."""
-        _decided("in_place" if decision.in_place else "remote").inc()
+        _decided("split" if decision.split_at else "in_place" if decision.in_place else "remote").inc()
         metrics.router_expected_cached_tokens.inc(decision.num_cached_tokens)
         request.siblings.decode = request.siblings.decode or decision.decode.incarnation
         now, index = self._clock(), self._registry.blocks.index
@@ -270,7 +271,7 @@ def load_of(decision: RoutingDecision) -> dict[str, int]:
     missing = decision.num_missing_tokens
     if decision.in_place or not decision.prefill:
         return {decision.decode.address: missing}
-    return {decision.decode.address: 0, decision.prefill[0].address: missing}
+    return {decision.decode.address: decision.num_tail_tokens, decision.prefill[0].address: missing}
 
 
 def _later_parameters(params: SamplingParams) -> frozenset[str]:

@@ -69,8 +69,9 @@ class Pair:
         events = self.decode.take_events()
         for event in events:
             match event:
-                case m.RemotePrefillNeeded(request_id, first_block):
+                case m.RemotePrefillNeeded(request_id, first_block, stop_block):
                     self.first_blocks[request_id] = first_block
+                    num_asked = stop_block * BLOCK_SIZE or len(self.prompts[request_id])
                     if self.is_prefill_dead:
                         self.decode.handle(m.RemotePrefillFailed(request_id, "prefill worker is not there"))
                         continue
@@ -78,9 +79,10 @@ class Pair:
                     add(
                         self.prefill,
                         request_id,
-                        self.prompts[request_id],
+                        self.prompts[request_id][:num_asked],
                         params=GREEDY,
                         mode=m.RequestMode.PREFILL,
+                        is_part=stop_block > 0,
                         first_block=first_block,
                     )
                 case m.BlocksFetched(request_id):

@@ -10,16 +10,19 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from baton.client.report import Result
-from common.types import FinishReason
+from common.types import FinishReason, WorkerRole
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.policy.costs import IN_PLACE_MARGIN
 from tests.integration.ask import Salt, ask
 from tests.integration.prompts import BY_NAME, CASES, LONG
 from tests.integration.reference import Expected
-from tests.integration.stack import Stack, running
+from tests.integration.stack import CALL_TIMEOUT_S, Stack, running
 from tests.nixl import needs_nixl
 
 pytestmark = pytest.mark.timeout(600)  # machines differ much in what they compute
@@ -143,6 +146,47 @@ def test_beside_requests_that_are_cancelled(two: Stack, expected: Answers, salt:
             future.result()
 
 
+def test_split_prompts(two: Stack, expected: Answers, salt: Salt) -> None:
+    check_split(two, expected, salt)
+
+
+def check_split(stack: Stack, expected: Answers, salt: Salt) -> None:
+    """Prompts in two parts; then again, when the decode worker has them and asks nobody. A guided answer is the one of
+    the whole prompt."""
+    address = {worker.role: worker.address for worker in stack.workers()}
+    with grpc.insecure_channel(address[WorkerRole.DECODE]) as channel:
+        fingerprint = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest()).fingerprint
+        decode = decode_pb2_grpc.DecodeServiceStub(channel).Decode
+
+        def answer(name: str, one_salt: str, split_at: int, **params: Any) -> tuple[list[int], types_pb2.RequestReport]:
+            request = decode_pb2.DecodeRequest(
+                request_id=f"{name}-{split_at}",
+                fingerprint=fingerprint,
+                prompt_token_ids=expected[name].prompt_token_ids,
+                sampling_params=types_pb2.SamplingParams(temperature=0, max_tokens=BY_NAME[name].max_tokens, **params),
+                cache_salt=one_salt,
+                prefill_addresses=[address[WorkerRole.PREFILL]],
+                split_at=split_at,
+            )
+            events = list(decode(request, timeout=CALL_TIMEOUT_S))
+            tokens = [token.token_id for event in events for token in event.tokens]
+            return tokens, [event.report for event in events if event.HasField("report")][-1]
+
+        for name in FEWEST[1:]:
+            num_prompt = len(expected[name].prompt_token_ids)
+            for split_at in (num_prompt // 3, 2 * num_prompt // 3):
+                one_salt, num_blocks = salt(), split_at // BLOCK_SIZE
+                for num_moved in (num_blocks, 0):
+                    tokens, report = answer(name, one_salt, split_at)
+                    assert not expected[name].explain(tokens), (name, split_at)
+                    assert report.num_blocks_moved == num_moved
+                    assert report.num_tail_tokens == (num_prompt - num_blocks * BLOCK_SIZE if num_moved else 0)
+                    assert not report.fallback_reason
+        guided = types_pb2.Guided(regex="[a-z]{3} [0-9]{4}")
+        (whole, _), (split, _) = (answer("random-160", salt(), at, guided=guided) for at in (0, 64))
+        assert whole == split
+
+
 @pytest.mark.parametrize("chunk_size", [16, 64])  # 512 is the default, in all the others
 def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
     stack = Stack(tmp_path, f"--chunk-size={chunk_size}", "--min-remote-tokens=1")
@@ -159,6 +203,7 @@ def test_blocks_read_from_the_other_worker(
     stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64", "--min-remote-tokens=1", *flags)
     with running(stack):
         results = ask(stack, expected, FEWEST, salt)
+        check_split(stack, expected, salt)
         stack.settle()
     for name, result in results.items():
         assert result.report.num_blocks_moved >= len(expected[name].prompt_token_ids) // BLOCK_SIZE, name

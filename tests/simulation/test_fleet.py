@@ -238,6 +238,23 @@ def test_golden_runs(case: str) -> None:
     assert text == path.read_text()
 
 
+def test_what_a_busy_prefill_worker_has_is_handed_over_before_its_queue() -> None:
+    """The last prompt begins as the first one, which went to the other decode worker, and comes after long ones: the
+    prefill worker hands its beginning over in the middle of a step, and the decode worker computes the rest."""
+    size = 64
+    requested = [
+        asked(0.0, (1, 4096), (2, 100), output=400),
+        *(asked(1.0, (number, 8000)) for number in range(10, 18)),
+        asked(1.1, (1, 4096), (4, 200)),
+    ]
+    settings = {"prefill": 1, "decode": 2, "block_size": size, "policy": "round_robin", "queue_policy": "fcfs"}
+    first, *long, last = served(requested, **settings).requests
+    assert [one.num_tail_tokens for one in (first, *long, last)] == [0] * 9 + [200]
+    assert last.ttft_s is not None
+    assert sum(one.at + (one.ttft_s or 0.0) > last.at + last.ttft_s for one in long) > 4
+    assert last.num_bytes_moved == 4096 // size * first.num_bytes_moved // -(-4196 // size)
+
+
 @pytest.mark.slow
 def test_the_planner_scales_the_fleet_and_paid_seconds_follow() -> None:
     busy = {"rate": 25.0, "requests": 250, "prompt_tokens": 2000, "output_tokens": 2, "block_size": 512}

@@ -110,6 +110,16 @@ def test_blocks_are_lent_to_one_worker_alone() -> None:
     assert (0.201, "EndLoan") in case.decode.told, "the borrower was released"
 
 
+def test_a_refusal_is_followed_by_the_next_worker() -> None:
+    case = Case()
+    for worker in (case.first, case.second):
+        case.leg.take_in(worker, m.RequestFailed("r", "RESOURCE_EXHAUSTED", "late"))  # type: ignore[arg-type]
+        case.until(case.clock.now + 0.01)
+    assert [name for _, name in case.second.told] == ["AddRequest"]
+    assert [name for _, name in case.decode.told] == ["RemotePrefillFailed"], "once nobody is left"
+    assert (case.outcome.num_retries, case.outcome.num_hedges) == (1, 0)
+
+
 def test_if_one_of_two_fails_the_other_goes_on() -> None:
     case = Case()
     case.until(0.2)

@@ -243,13 +243,16 @@ class FakeEngine:
             elif not request.script.prefill_stalls and request.script.stall_at != 0:
                 self._later(0.0, command.request_id, lambda: self._prefill(request))
         elif command.mode is m.RequestMode.REMOTE:
-            request.awaited = set(range(request.script.num_cached, request.num_blocks))
-            self._emit(m.RemotePrefillNeeded(command.request_id, request.script.num_cached))
+            stop_block = command.split_at // BLOCK_SIZE
+            request.awaited = set(range(request.script.num_cached, stop_block or request.num_blocks))
+            request.has_first_token = stop_block > 0
+            self._emit(m.RemotePrefillNeeded(command.request_id, request.script.num_cached, stop_block))
         else:
             self._settle(request, is_local=True)
 
     def _prefill(self, request: _Request) -> None:
-        self._emit(self._tokens(request))
+        done = m.TokensGenerated(request_id=request.command.request_id, tokens=[], num_cached_tokens=BLOCK_SIZE)
+        self._emit(done if request.command.is_part else self._tokens(request))
         self._later(request.script.late_blocks_s, request.command.request_id, lambda: self._publish(request))
 
     def _publish(self, request: _Request) -> None:

@@ -71,6 +71,8 @@ async def test_decode_requests_that_no_router_sends(start_worker: StartWorker) -
     [
         ("first_block", {"first_block": 2**32 - 1}),
         ("first_block", {"first_block": 3}),
+        ("stop_block", {"first_block": 1, "stop_block": 1}),
+        ("stop_block", {"stop_block": 2**32 - 1}),
         ("peer", {"first_block": 1, "peer": bytes(2 << 20)}),
         ("prompt_token_ids", {"prompt_token_ids": [VOCAB_SIZE]}),
         ("request_id", {"request_id": "x" * 5000}),

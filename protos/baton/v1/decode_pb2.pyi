@@ -202,6 +202,7 @@ class DecodeRequest(_message.Message):
     TARGETS_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     IS_FOLLOW_UP_FIELD_NUMBER: _builtins.int
+    SPLIT_AT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """as the router knows the worker; refused if it differs"""
@@ -220,6 +221,10 @@ class DecodeRequest(_message.Message):
     """how long ago the request came to its router, as this is sent"""
     is_follow_up: _builtins.bool
     """a further step of a beam search: it is never refused for being late"""
+    split_at: _builtins.int
+    """A split prompt: prefill workers compute whole blocks of the prompt before this token, and this worker the rest, with
+    the first token. 0: not split. Only for workers whose WorkerInfo says `splits_prompts`, prefill workers included.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -262,10 +267,11 @@ class DecodeRequest(_message.Message):
         targets: _types_pb2.LatencyTargets | None = ...,
         age_ms: _builtins.float = ...,
         is_follow_up: _builtins.bool = ...,
+        split_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "hedge_after_s", b"hedge_after_s", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "is_follow_up", b"is_follow_up", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "is_follow_up", b"is_follow_up", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "split_at", b"split_at", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hedge_after_s: _TypeAlias = _typing.Literal["hedge_after_s"]  # noqa: Y015
     _WhichOneofArgType__hedge_after_s: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s"]  # noqa: Y015

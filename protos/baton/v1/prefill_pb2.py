@@ -26,7 +26,7 @@ _sym_db = _symbol_database.Default()
 from protos.baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xc5\x01\n\x0ePrefillRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.baton.v1.PrefillStartH\x00\x12,\n\x08received\x18\x02 \x01(\x0b\x32\x18.baton.v1.BlocksReceivedH\x00\x12*\n\x07release\x18\x03 \x01(\x0b\x32\x17.baton.v1.ReleaseBlocksH\x00\x12%\n\x04lent\x18\x04 \x01(\x0b\x32\x15.baton.v1.BlocksReadyH\x00\x42\t\n\x07message\"\x92\x03\n\x0cPrefillStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x07 \x01(\r\x12\x11\n\tconnector\x18\x08 \x01(\t\x12 \n\x06retain\x18\x0b \x01(\x0b\x32\x10.baton.v1.Retain\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x12\n\ntracestate\x18\x0e \x01(\t\x12)\n\x07targets\x18\x0f \x01(\x0b\x32\x18.baton.v1.LatencyTargets\x12\x0e\n\x06\x61ge_ms\x18\x10 \x01(\x01\x12\x14\n\x0cis_follow_up\x18\x11 \x01(\x08\x12\x0c\n\x04peer\x18\n \x01(\x0cJ\x04\x08\t\x10\n\"!\n\x0e\x42locksReceived\x12\x0f\n\x07indexes\x18\x01 \x03(\r\"\x0f\n\rReleaseBlocks\"\xcc\x01\n\x0cPrefillEvent\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.baton.v1.PrefillAcceptedH\x00\x12-\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x15.baton.v1.BlocksReadyH\x00\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12(\n\x06wanted\x18\x04 \x01(\x0b\x32\x16.baton.v1.BlocksWantedH\x00\x42\x07\n\x05\x65vent\"A\n\x0fPrefillAccepted\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\x0c\"+\n\x0c\x42locksWanted\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x01(\r\"n\n\x0b\x42locksReady\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.baton.v1.BlockRef\x12\x16\n\x0e\x66\x61iled_indexes\x18\x02 \x03(\r\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x12\n\npublish_ms\x18\x04 \x01(\x01\"\xba\x01\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12+\n\x0c\x62locks_ready\x18\x05 \x01(\x0b\x32\x15.baton.v1.BlocksReady\x12\x17\n\x0fnum_blocks_lent\x18\x06 \x01(\r2Q\n\x0ePrefillService\x12?\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xc5\x01\n\x0ePrefillRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.baton.v1.PrefillStartH\x00\x12,\n\x08received\x18\x02 \x01(\x0b\x32\x18.baton.v1.BlocksReceivedH\x00\x12*\n\x07release\x18\x03 \x01(\x0b\x32\x17.baton.v1.ReleaseBlocksH\x00\x12%\n\x04lent\x18\x04 \x01(\x0b\x32\x15.baton.v1.BlocksReadyH\x00\x42\t\n\x07message\"\xa6\x03\n\x0cPrefillStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x07 \x01(\r\x12\x11\n\tconnector\x18\x08 \x01(\t\x12 \n\x06retain\x18\x0b \x01(\x0b\x32\x10.baton.v1.Retain\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x12\n\ntracestate\x18\x0e \x01(\t\x12)\n\x07targets\x18\x0f \x01(\x0b\x32\x18.baton.v1.LatencyTargets\x12\x0e\n\x06\x61ge_ms\x18\x10 \x01(\x01\x12\x14\n\x0cis_follow_up\x18\x11 \x01(\x08\x12\x0c\n\x04peer\x18\n \x01(\x0c\x12\x12\n\nstop_block\x18\x12 \x01(\rJ\x04\x08\t\x10\n\"!\n\x0e\x42locksReceived\x12\x0f\n\x07indexes\x18\x01 \x03(\r\"\x0f\n\rReleaseBlocks\"\xcc\x01\n\x0cPrefillEvent\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.baton.v1.PrefillAcceptedH\x00\x12-\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x15.baton.v1.BlocksReadyH\x00\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12(\n\x06wanted\x18\x04 \x01(\x0b\x32\x16.baton.v1.BlocksWantedH\x00\x42\x07\n\x05\x65vent\"A\n\x0fPrefillAccepted\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\x0c\"+\n\x0c\x42locksWanted\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x01(\r\"n\n\x0b\x42locksReady\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.baton.v1.BlockRef\x12\x16\n\x0e\x66\x61iled_indexes\x18\x02 \x03(\r\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x12\n\npublish_ms\x18\x04 \x01(\x01\"\xba\x01\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12+\n\x0c\x62locks_ready\x18\x05 \x01(\x0b\x32\x15.baton.v1.BlocksReady\x12\x17\n\x0fnum_blocks_lent\x18\x06 \x01(\r2Q\n\x0ePrefillService\x12?\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=59
   _globals['_PREFILLREQUEST']._serialized_end=256
   _globals['_PREFILLSTART']._serialized_start=259
-  _globals['_PREFILLSTART']._serialized_end=661
-  _globals['_BLOCKSRECEIVED']._serialized_start=663
-  _globals['_BLOCKSRECEIVED']._serialized_end=696
-  _globals['_RELEASEBLOCKS']._serialized_start=698
-  _globals['_RELEASEBLOCKS']._serialized_end=713
-  _globals['_PREFILLEVENT']._serialized_start=716
-  _globals['_PREFILLEVENT']._serialized_end=920
-  _globals['_PREFILLACCEPTED']._serialized_start=922
-  _globals['_PREFILLACCEPTED']._serialized_end=987
-  _globals['_BLOCKSWANTED']._serialized_start=989
-  _globals['_BLOCKSWANTED']._serialized_end=1032
-  _globals['_BLOCKSREADY']._serialized_start=1034
-  _globals['_BLOCKSREADY']._serialized_end=1144
-  _globals['_FIRSTTOKEN']._serialized_start=1147
-  _globals['_FIRSTTOKEN']._serialized_end=1333
-  _globals['_PREFILLSERVICE']._serialized_start=1335
-  _globals['_PREFILLSERVICE']._serialized_end=1416
+  _globals['_PREFILLSTART']._serialized_end=681
+  _globals['_BLOCKSRECEIVED']._serialized_start=683
+  _globals['_BLOCKSRECEIVED']._serialized_end=716
+  _globals['_RELEASEBLOCKS']._serialized_start=718
+  _globals['_RELEASEBLOCKS']._serialized_end=733
+  _globals['_PREFILLEVENT']._serialized_start=736
+  _globals['_PREFILLEVENT']._serialized_end=940
+  _globals['_PREFILLACCEPTED']._serialized_start=942
+  _globals['_PREFILLACCEPTED']._serialized_end=1007
+  _globals['_BLOCKSWANTED']._serialized_start=1009
+  _globals['_BLOCKSWANTED']._serialized_end=1052
+  _globals['_BLOCKSREADY']._serialized_start=1054
+  _globals['_BLOCKSREADY']._serialized_end=1164
+  _globals['_FIRSTTOKEN']._serialized_start=1167
+  _globals['_FIRSTTOKEN']._serialized_end=1353
+  _globals['_PREFILLSERVICE']._serialized_start=1355
+  _globals['_PREFILLSERVICE']._serialized_end=1436
 # @@protoc_insertion_point(module_scope)

@@ -82,6 +82,7 @@ class PrefillStart(_message.Message):
     AGE_MS_FIELD_NUMBER: _builtins.int
     IS_FOLLOW_UP_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
+    STOP_BLOCK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """KVCacheSpec.fingerprint() of the caller; refused if it differs"""
@@ -102,6 +103,10 @@ class PrefillStart(_message.Message):
     """as in DecodeRequest"""
     peer: _builtins.bytes
     """the caller's KVConnector.describe() if it lends blocks before first_block"""
+    stop_block: _builtins.int
+    """Index of the first block that the caller computes itself: whole blocks before it are wanted alone, and no token.
+    0: the whole prompt and its first token. Only for workers whose WorkerInfo says `splits_prompts`.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -131,10 +136,11 @@ class PrefillStart(_message.Message):
         age_ms: _builtins.float = ...,
         is_follow_up: _builtins.bool = ...,
         peer: _builtins.bytes = ...,
+        stop_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "is_follow_up", b"is_follow_up", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "is_follow_up", b"is_follow_up", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "stop_block", b"stop_block", "targets", b"targets", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,7 +330,9 @@ class FirstToken(_message.Message):
     num_blocks_lent: _builtins.int
     """read from the caller's cache"""
     @_builtins.property
-    def token(self) -> _types_pb2.SampledToken: ...
+    def token(self) -> _types_pb2.SampledToken:
+        """unset if `stop_block` is set: the last of these blocks is computed"""
+
     @_builtins.property
     def blocks_ready(self) -> Global___BlocksReady:
         """what became readable at the same moment, if anything did"""

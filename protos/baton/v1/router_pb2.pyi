@@ -237,6 +237,7 @@ class FinishedRequest(_message.Message):
     TPOT_TARGET_MS_FIELD_NUMBER: _builtins.int
     TTFT_MET_FIELD_NUMBER: _builtins.int
     TPOT_MET_FIELD_NUMBER: _builtins.int
+    TAIL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     trace_id: _builtins.str
     """of its OpenTelemetry trace; empty if it was not sampled"""
@@ -291,6 +292,8 @@ class FinishedRequest(_message.Message):
     tpot_target_ms: _builtins.float
     ttft_met: _builtins.bool
     tpot_met: _builtins.bool
+    tail_ms: _builtins.float
+    """as Timings has it"""
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedAttempt]: ...
     @_builtins.property
@@ -344,10 +347,11 @@ class FinishedRequest(_message.Message):
         tpot_target_ms: _builtins.float | None = ...,
         ttft_met: _builtins.bool | None = ...,
         tpot_met: _builtins.bool | None = ...,
+        tail_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_met", b"_tpot_met", "_tpot_ms", b"_tpot_ms", "_tpot_target_ms", b"_tpot_target_ms", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_ttft_target_ms", b"_ttft_target_ms", "tpot_met", b"tpot_met", "tpot_ms", b"tpot_ms", "tpot_target_ms", b"tpot_target_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_met", b"_tpot_met", "_tpot_ms", b"_tpot_ms", "_tpot_target_ms", b"_tpot_target_ms", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_ttft_target_ms", b"_ttft_target_ms", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "client", b"client", "decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "finish_reason", b"finish_reason", "first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "model", b"model", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "operation", b"operation", "output_tokens", b"output_tokens", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "router_queue_ms", b"router_queue_ms", "slo_class", b"slo_class", "stages", b"stages", "status", b"status", "time", b"time", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "tpot_met", b"tpot_met", "tpot_ms", b"tpot_ms", "tpot_target_ms", b"tpot_target_ms", "trace_id", b"trace_id", "transfer_ms", b"transfer_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_met", b"_tpot_met", "_tpot_ms", b"_tpot_ms", "_tpot_target_ms", b"_tpot_target_ms", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_ttft_target_ms", b"_ttft_target_ms", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "client", b"client", "decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "finish_reason", b"finish_reason", "first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "model", b"model", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "operation", b"operation", "output_tokens", b"output_tokens", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "router_queue_ms", b"router_queue_ms", "slo_class", b"slo_class", "stages", b"stages", "status", b"status", "tail_ms", b"tail_ms", "time", b"time", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "tpot_met", b"tpot_met", "tpot_ms", b"tpot_ms", "tpot_target_ms", b"tpot_target_ms", "trace_id", b"trace_id", "transfer_ms", b"transfer_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_met: _TypeAlias = _typing.Literal["tpot_met"]  # noqa: Y015
     _WhichOneofArgType__tpot_met: _TypeAlias = _typing.Literal["_tpot_met", b"_tpot_met"]  # noqa: Y015

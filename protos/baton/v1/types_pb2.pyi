@@ -477,6 +477,7 @@ class Timings(_message.Message):
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     PREFILL_QUEUE_MS_FIELD_NUMBER: _builtins.int
     ROUTER_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    TAIL_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     """waiting for a scheduler: decode's admission and prefill's queue"""
     prefill_ms: _builtins.float
@@ -497,6 +498,10 @@ class Timings(_message.Message):
     """of queue_ms, prefill's queue"""
     router_queue_ms: _builtins.float
     """waiting at the router for its turn; no part of queue_ms"""
+    tail_ms: _builtins.float
+    """Of a split prompt alone: from the KV of its first part to its first token, both at the decode worker. Then prefill_ms
+    is that of the first part, and handoff_ms ends with that KV, before the first token.
+    """
     def __init__(
         self,
         *,
@@ -510,10 +515,11 @@ class Timings(_message.Message):
         transfer_ms: _builtins.float = ...,
         prefill_queue_ms: _builtins.float = ...,
         router_queue_ms: _builtins.float = ...,
+        tail_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "queue_ms", b"queue_ms", "router_queue_ms", b"router_queue_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "queue_ms", b"queue_ms", "router_queue_ms", b"router_queue_ms", "tail_ms", b"tail_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,6 +549,7 @@ class RequestReport(_message.Message):
     NUM_HEDGES_WON_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
+    NUM_TAIL_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """address; empty if the decode worker prefilled in place"""
     decode_worker: _builtins.str
@@ -568,6 +575,8 @@ class RequestReport(_message.Message):
     """prefill workers asked beside one that was late"""
     num_hedges_won: _builtins.int
     """those of them that gave something first"""
+    num_tail_tokens: _builtins.int
+    """of a split prompt: those that the decode worker computed after the others"""
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     @_builtins.property
@@ -603,10 +612,11 @@ class RequestReport(_message.Message):
         num_hedges_won: _builtins.int = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
         slo: Global___SloReport | None = ...,
+        num_tail_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "notes", b"notes", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "slo", b"slo", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "notes", b"notes", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "num_tail_tokens", b"num_tail_tokens", "prefill_worker", b"prefill_worker", "routing", b"routing", "slo", b"slo", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -130,6 +130,7 @@ class WorkerInfo(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     KERNELS_REASON_FIELD_NUMBER: _builtins.int
     BATCH_TIME_FIELD_NUMBER: _builtins.int
+    SPLITS_PROMPTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___WorkerRole.ValueType
     epoch: _builtins.str
@@ -159,6 +160,8 @@ class WorkerInfo(_message.Message):
     """variant of the CPU kernels that computes, or torch; empty if it is not known"""
     kernels_reason: _builtins.str
     """why kernels is what it is, for people"""
+    splits_prompts: _builtins.bool
+    """knows DecodeRequest.split_at and PrefillStart.stop_block"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -196,10 +199,11 @@ class WorkerInfo(_message.Message):
         kernels: _builtins.str = ...,
         kernels_reason: _builtins.str = ...,
         batch_time: Global___BatchTime | None = ...,
+        splits_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time", "block_size", b"block_size", "chat_template_error", b"chat_template_error", "connector", b"connector", "device", b"device", "device_reason", b"device_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "fingerprint_but_dtype", b"fingerprint_but_dtype", "kernels", b"kernels", "kernels_reason", b"kernels_reason", "max_model_len", b"max_model_len", "model", b"model", "role", b"role", "root_hash", b"root_hash", "sampling_parameters", b"sampling_parameters", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time", b"batch_time", "block_size", b"block_size", "chat_template_error", b"chat_template_error", "connector", b"connector", "device", b"device", "device_reason", b"device_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "fingerprint_but_dtype", b"fingerprint_but_dtype", "kernels", b"kernels", "kernels_reason", b"kernels_reason", "max_model_len", b"max_model_len", "model", b"model", "role", b"role", "root_hash", b"root_hash", "sampling_parameters", b"sampling_parameters", "splits_prompts", b"splits_prompts", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,6 +293,7 @@ class WorkerLoad(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     NUM_ROLE_SHIFTS_FIELD_NUMBER: _builtins.int
     ROLE_PINNED_FIELD_NUMBER: _builtins.int
+    ROOM_AFTER_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
@@ -322,6 +327,12 @@ class WorkerLoad(_message.Message):
         0.25, 0.5, 1, 2, 4, 8, 16 and 32 s to be in time. Empty: they do not.
         """
 
+    @_builtins.property
+    def room_after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If there is no room for a newcomer: tokens that each running request is expected to draw until there is, behind those
+        that wait; then for the 2nd, 4th, 8th, ... newcomer. Empty: there is room, or nobody knows.
+        """
+
     def __init__(
         self,
         *,
@@ -341,10 +352,11 @@ class WorkerLoad(_message.Message):
         role: Global___WorkerRole.ValueType = ...,
         num_role_shifts: _builtins.int = ...,
         role_pinned: _builtins.bool = ...,
+        room_after: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "goes_by_slack", b"goes_by_slack", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_role_shifts", b"num_role_shifts", "queued_by_slack", b"queued_by_slack", "role", b"role", "role_pinned", b"role_pinned", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "goes_by_slack", b"goes_by_slack", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_role_shifts", b"num_role_shifts", "queued_by_slack", b"queued_by_slack", "role", b"role", "role_pinned", b"role_pinned", "room_after", b"room_after", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

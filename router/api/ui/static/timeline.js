@@ -6,7 +6,7 @@ const WIDTH = 900;
 const LEFT = 190;
 const LANE = 28;
 const KINDS = {
-  prefill: "prefill", handoff: "handoff", "to the router": "handoff", "first decode": "first", decode: "decode", "failed attempt": "failed",
+  prefill: "prefill", tail: "prefill", handoff: "handoff", "to the router": "handoff", "first decode": "first", decode: "decode", "failed attempt": "failed",
 };
 const kind = (stage) => KINDS[stage.name] ?? "queue";
 const took = (stage) => stage.end_ms - stage.start_ms;
@@ -20,7 +20,7 @@ export function stagesOf(report) {
   const next = (name, where, ms) => ({ name, where, start_ms: at, end_ms: (at += Math.max(0, ms)) });
   const found = [
     next("router queue", "router", t.router_queue_ms ?? 0), next("queue", decode, t.queue_ms - t.prefill_queue_ms), next("prefill queue", prefill, t.prefill_queue_ms),
-    next("prefill", prefill, t.prefill_ms), next("handoff", decode, t.handoff_ms), next("first decode", decode, t.first_decode_ms),
+    next("prefill", prefill, t.prefill_ms), next("handoff", decode, t.handoff_ms), next("tail", decode, t.tail_ms ?? 0), next("first decode", decode, t.first_decode_ms),
   ];
   found.push(next("decode", decode, t.total_ms - at));
   return found.filter((stage) => took(stage) > 0);
