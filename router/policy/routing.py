@@ -83,7 +83,7 @@ class RoutingPolicy:
         forecast: Forecast | None = None
         way: Way | None = None  # in place of what the policy chose
         if asked and costs.in_seconds and not placement.is_final:
-            way = better_split(decode, asked, request)
+            way = better_split(decode, asked[:MAX_PREFILL_WORKERS], request)
             if way is not None:
                 choices.append(way.why_split)
                 decode, asked, placement = _by_way(way, decode, asked, placement)

@@ -22,7 +22,7 @@ from router.policy.costs import (
     first_token_s,
     step_s,
 )
-from router.policy.first_token import in_time, way_of
+from router.policy.first_token import better_split, in_time, way_of
 from router.policy.least_load import candidate_order, load_in_words, load_order, load_score
 from router.policy.placement import Placement, placement_of
 from router.policy.routing import _by_way, fits, unusable
@@ -183,18 +183,27 @@ class PlainPolicy:
         if asked and not placement.in_place:
             choices.append(_choice("prefill", ranked_prefill))
         forecast = None
+        way = None
+        if asked and costs.in_seconds and not placement.is_final:
+            way = better_split(decode, asked[:MAX_PREFILL_WORKERS], request)
+            if way is not None:
+                choices.append(way.why_split)
+                decode, asked, placement = _by_way(way, decode, asked, placement)
         if request.first_token is not None and costs.in_seconds:
-            chosen = way_of(decode, None if placement.in_place or not asked else asked[0], request.first_token)
+            whole = way_of(decode, None if placement.in_place or not asked else asked[0], request.first_token)
+            chosen = way or whole
             is_long = decode.num_missing_tokens >= max(self._min_remote_tokens, decode.endpoint.block_size)
             helping_now = PlainCandidates([_prefill_candidate(request, e, costs) for e in prefill_workers])
             alone = PlainCandidates([_prefill_candidate(request, e, costs) for e in self._rotated(decode_workers)])
             may_help = helping_now if is_long and asked else None
-            forecast = in_time(request.first_token, chosen, may_help, lambda: alone, request.handoff_token_s)
+            forecast = in_time(request, request.first_token, chosen, may_help, lambda: alone)
             choices.append(forecast.reason)
             if forecast.way is not chosen:
-                decode, asked, placement = _by_way(forecast.way, decode, asked, placement)
+                way = forecast.way
+                decode, asked, placement = _by_way(way, decode, asked, placement)
         self._rotation += 1
         computing = decode if placement.in_place or not asked else asked[0]
+        split_at = 0 if way is None or way.split is None else way.split.at
         return RoutingDecision(
             decode=decode.endpoint,
             prefill=() if placement.is_final else tuple([one.endpoint for one in asked[:MAX_PREFILL_WORKERS]]),
@@ -203,6 +212,8 @@ class PlainPolicy:
             min_remote_tokens=placement.min_remote_tokens,
             num_cached_tokens=decode.num_cached_tokens,
             num_missing_tokens=computing.num_missing_tokens,
+            split_at=split_at,
+            num_tail_tokens=request.num_prompt_tokens - split_at if split_at else 0,
             prefill_cost=_tokens_before_first(asked[0]) if asked else 0.0,
             prefill_s=asked[0].wait + asked[0].work if asked and costs.in_seconds else None,
             step_s=step_s(decode.endpoint, num_more=1) if costs.in_seconds else None,

@@ -54,6 +54,7 @@ def worker(draw: Random, number: int, times: Sequence[BatchTime | None]) -> Endp
         fingerprint="f",
         block_size=16,
         batch_time=draw.choice(times),
+        splits=draw.choice((True, True, False)),
         state=WorkerState.READY,
     )
     return unusual(draw, busy(draw, one))
@@ -69,6 +70,7 @@ def busy(draw: Random, one: Endpoint) -> Endpoint:
         num_queued_prompt_tokens=(num_queued := draw.choice((0, 0, 1, 100, 5000))),
         num_queued_prompts=draw.choice((0, -(-num_queued // 200), -(-num_queued // 1000))),
         goes_by_slack=draw.choice((True, False)),
+        room_after=draw.choice(((), (), (3, 9, 20))),
         queued_by_slack=draw.choice(((), tuple(sorted(draw.randint(0, num_queued) for _ in SLACKS_S)))),
     )
     unreported = draw.choice((0, 0, 1))
