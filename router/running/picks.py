@@ -16,6 +16,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields
+from functools import partial
 
 import msgspec
 
@@ -23,7 +25,8 @@ from common import metrics
 from common.errors import StartupError
 from common.logs import RareLine
 from common.process.watched_files import WatchedFiles, read_file
-from router.policy.base import RoutingDecision
+from router.fleet.endpoint import Endpoint
+from router.policy.base import Reasons, RoutingDecision
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +43,14 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 Incarnation = tuple[str, str]
 
 
+Fact = bool | int | float | None
+
+_DECISION = {one.name: one.default for one in fields(RoutingDecision)}
+_CARRIED = tuple(_DECISION.keys() - {"decode", "prefill", "reasons", "late"})  # plain values, all of them with defaults
+
+
 class Pick(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """A decision about a request that has not come yet. Workers are named as `Endpoint.incarnation`; other fields are
-    those of `RoutingDecision`."""
+    """A decision about a request that has not come yet. Workers are named as `Endpoint.incarnation`."""
 
     number: str  # another one for each choice
     made_at: float  # seconds since 1970
@@ -51,21 +59,23 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_un
     num_prompt_tokens: int
     decode: Incarnation
     prefill: tuple[Incarnation, ...]
-    in_place: bool
-    min_remote_tokens: int
-    num_cached_tokens: int
-    num_missing_tokens: int
-    prefill_cost: float
-    prefill_s: float | None
-    step_s: float | None
-    may_hedge: bool
-    first_token_s: float | None
+    facts: dict[str, Fact]  # other fields of `RoutingDecision` that do not have their defaults
     reasons: tuple[str, ...]
+
+    def decision(self, decode: Endpoint, prefill: Sequence[Endpoint]) -> RoutingDecision:
+        """With the workers that are there now. Raises `UnusablePickError`."""
+        if unknown := self.facts.keys() - set(_CARRIED):
+            raise UnusablePickError("unknown", f"a router of another version signed it: {min(unknown)[:40]!r}")
+        lines = (f"chosen by the endpoint picker of {self.picker}", *self.reasons)
+        reasons = Reasons(choices=[partial(str, line) for line in lines])
+        facts = {**self.facts, "may_hedge": bool(self.facts.get("may_hedge")) and len(prefill) > 1}
+        return RoutingDecision(decode=decode, prefill=tuple(prefill), reasons=reasons, **facts)  # type: ignore[arg-type]
 
 
 def pick_of(
     decision: RoutingDecision, *, number: str, made_at: float, picker: str, request_id: str, num_prompt_tokens: int
 ) -> Pick:
+    told = {name: getattr(decision, name) for name in _CARRIED}
     return Pick(
         number=number,
         made_at=made_at,
@@ -74,15 +84,7 @@ def pick_of(
         num_prompt_tokens=num_prompt_tokens,
         decode=decision.decode.incarnation,
         prefill=tuple([one.incarnation for one in decision.prefill]),
-        in_place=decision.in_place,
-        min_remote_tokens=decision.min_remote_tokens,
-        num_cached_tokens=decision.num_cached_tokens,
-        num_missing_tokens=decision.num_missing_tokens,
-        prefill_cost=decision.prefill_cost,
-        prefill_s=decision.prefill_s,
-        step_s=decision.step_s,
-        may_hedge=decision.may_hedge,
-        first_token_s=decision.first_token_s,
+        facts={name: value for name, value in told.items() if value != _DECISION[name]},
         reasons=tuple([line[:MAX_REASON_CHARS] for line in decision.reasons.lines()[-MAX_REASONS:]]),
     )
 

@@ -22,7 +22,7 @@ from protos.convert import LATER_PARAMETERS
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
-from router.policy.base import FirstTokenTarget, Policy, Reasons, RoutingDecision, RoutingRequest
+from router.policy.base import FirstTokenTarget, Policy, RoutingDecision, RoutingRequest
 from router.policy.embedding import least_loaded
 from router.policy.routing import fits, unusable
 from router.running.decisions import Decisions, bounded_lines
@@ -170,40 +170,27 @@ class Routes:
 
     def _as_picked(self, pick: Pick, wanted: RoutingRequest) -> RoutingDecision:
         """Raises `UnusablePickError`. Of several prefill workers the first has to be there."""
-        decode = self._still_there(pick.decode, wanted, wanted.num_tokens)
+        decode = self._still_there(pick.decode, wanted, decodes=True)
         prefill = []
         for number, incarnation in enumerate(pick.prefill):
             try:
-                prefill.append(self._still_there(incarnation, wanted, wanted.num_prompt_tokens + 1))
+                prefill.append(self._still_there(incarnation, wanted, decodes=False))
             except UnusablePickError:
                 if number == 0:
                     raise
-        return RoutingDecision(
-            decode=decode,
-            prefill=tuple(prefill),
-            reasons=Reasons(
-                choices=[lambda: f"chosen by the endpoint picker of {pick.picker}", *map(_said, pick.reasons)]
-            ),
-            in_place=pick.in_place,
-            min_remote_tokens=pick.min_remote_tokens,
-            num_cached_tokens=pick.num_cached_tokens,
-            num_missing_tokens=pick.num_missing_tokens,
-            prefill_cost=pick.prefill_cost,
-            prefill_s=pick.prefill_s,
-            step_s=pick.step_s,
-            may_hedge=pick.may_hedge and len(prefill) > 1,
-            first_token_s=pick.first_token_s,
-        )
+        return pick.decision(decode, prefill)
 
-    def _still_there(self, incarnation: Incarnation, wanted: RoutingRequest, num_tokens: int) -> Endpoint:
+    def _still_there(self, incarnation: Incarnation, wanted: RoutingRequest, *, decodes: bool) -> Endpoint:
         """Raises `UnusablePickError`."""
         found = self._registry.fleet().incarnations((incarnation,))
         if not found:
             raise UnusablePickError("gone", f"{incarnation[0]} is not there any more")
         endpoint = found[0].endpoint
         why = unusable(endpoint, wanted) or endpoint.suspended
-        if not why and not fits(endpoint, num_tokens):
-            why = f"its context has {endpoint.max_model_len} tokens, too few"
+        if not (endpoint.can_decode if decodes else endpoint.can_prefill):
+            why = why or "takes other work by now"
+        if not fits(endpoint, wanted.num_tokens if decodes else wanted.num_prompt_tokens + 1):
+            why = why or f"its context has {endpoint.max_model_len} tokens, too few"
         if why:
             raise UnusablePickError("gone", f"{endpoint.address}: {why}")
         return endpoint
@@ -254,10 +241,6 @@ def routing_request(
         in_place=request.wants_prompt_logprobs,
         first_token=first_token,
     )
-
-
-def _said(line: str) -> Callable[[], str]:
-    return lambda: line
 
 
 @functools.cache

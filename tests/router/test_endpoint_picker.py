@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,12 +31,14 @@ from router.api.endpoint_picker.picker import Choice, EndpointPicker, HttpReques
 from router.api.endpoint_picker.replicas import MAX_NAMED, Replicas
 from router.api.endpoint_picker.server import LIVENESS, READINESS
 from router.api.endpoint_picker.service import SERVICE, ExternalProcessorService
+from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.limits.admission import Admission
 from router.limits.clients import PICK_HEADER, REQUEST_ID_HEADER
 from router.limits.demand import Demand
 from router.limits.gate import Gate, GateLimits
-from router.running.picks import Pick, PickKeys, Picks, UnusablePickError
+from router.policy.base import Reasons, RoutingDecision
+from router.running.picks import Pick, PickKeys, Picks, UnusablePickError, pick_of
 from router.server import serve
 from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.envoy import Envoy, body_messages, request_headers, response_headers
@@ -532,15 +535,7 @@ def a_pick(**changes: Any) -> Pick:
         "num_prompt_tokens": 7,
         "decode": ("d:1", "e"),
         "prefill": (("p:1", "e"),),
-        "in_place": False,
-        "min_remote_tokens": 16,
-        "num_cached_tokens": 0,
-        "num_missing_tokens": 7,
-        "prefill_cost": 7.0,
-        "prefill_s": None,
-        "step_s": None,
-        "may_hedge": False,
-        "first_token_s": None,
+        "facts": {"min_remote_tokens": 16, "num_missing_tokens": 7, "prefill_cost": 7.0},
         "reasons": ("because",),
     }
     return Pick(**{**fields, **changes})
@@ -565,6 +560,29 @@ def test_a_choice_holds_for_a_short_time_and_by_each_key() -> None:
     now = 900.0
     with pytest.raises(UnusablePickError, match=r"-100\.0 s ago"):
         picks.read(header)
+
+
+def test_a_choice_says_all_that_a_decision_does() -> None:
+    """Whatever a decision may hold: each field of another value than its default comes through."""
+    workers = [Endpoint(worker_id=name, role=WorkerRole.BOTH, address=name, epoch="e") for name in ("d", "p", "q")]
+    plain = RoutingDecision(decode=workers[0], prefill=tuple(workers[1:]), reasons=Reasons(choices=[lambda: "why"]))
+    others = {"decode", "prefill", "reasons", "late"}
+    changed = {
+        one.name: not one.default if isinstance(one.default, bool) else (one.default or 0) + number
+        for number, one in enumerate(dataclasses.fields(plain), 1)
+        if one.name not in others
+    }
+    decision = dataclasses.replace(plain, **changed)
+    picks = Picks(lambda: [b"key"], lambda: 0.0)
+    told = {"number": "n", "made_at": 0.0, "picker": "10.0.0.1:80", "request_id": "r", "num_prompt_tokens": 1}
+    pick = picks.read(picks.signed(pick_of(decision, **told)))
+    found = pick.decision(workers[0], workers[1:])
+    assert found.reasons.lines() == ("chosen by the endpoint picker of 10.0.0.1:80", "why")
+    assert dataclasses.replace(found, reasons=decision.reasons) == decision
+    assert not pick.decision(workers[0], workers[1:2]).may_hedge, "nobody is there to be the second"
+    assert pick_of(plain, **told).facts == {}
+    with pytest.raises(UnusablePickError, match="another version"):
+        a_pick(facts={"from_the_future": 1}).decision(workers[0], [])
 
 
 @given(st.data())
