@@ -52,6 +52,9 @@ class KVCacheSpec:
     The cache is one tensor `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`. With two planes
     index 0 of the third axis is K (after rotary embedding), 1 is V; the one plane of latent attention (MLA) holds
     what both are computed from. `num_layers` and `num_kv_heads` are those of this shard.
+
+    Ranks that are more than the KV heads share them, and have equal specs: `tp_size` counts shards that differ, not
+    ranks.
     """
 
     model_id: str  # identity of the weights, see `common.model_files.model_identity`

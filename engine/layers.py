@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from engine.kernels.grouped import PackedGrouped, PackedParts, QuantizedTensor
 from engine.kernels.library import Activation, Kernels, PackedLinear, WeightKind
+from engine.loading.checkpoints.part import Part
 
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,7 +39,27 @@ class MatrixPlace(Protocol):
         """Keeps a quantised matrix as it is, packed for the kernels. In place of filling `plain`."""
 
 
-Place = torch.Tensor | MatrixPlace
+@dataclass(slots=True, frozen=True)
+class PartPlace:
+    """The place of a part of a checkpoint's tensor; the rest of it goes to other ranks."""
+
+    place: torch.Tensor | MatrixPlace  # of the shape that the part has
+    part: Part
+    shape: tuple[int, ...]  # of the whole tensor
+
+
+Place = torch.Tensor | MatrixPlace | PartPlace
+
+
+def place_of_part(place: Place, part: Part, size: int) -> Place:
+    """`place` takes that part of a tensor which has `size` rows, or columns, in all."""
+    if isinstance(place, PartPlace):
+        raise TypeError("a part of a part")
+    if part.is_all_of(size):
+        return place
+    shape = list(place.shape)
+    shape[part.axis] = size
+    return PartPlace(place, part, tuple(shape))
 
 
 class Linear:
@@ -336,9 +357,10 @@ class RotaryEmbedding:
         self._dtype = dtype
         self._half = inv_freq.shape[0]
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, each `[num_tokens, 1, rotary_dim]`, for `positions` `[num_tokens]`."""
-        cos, sin = (each[positions].to(self._dtype) for each in self.half_angles)
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines, each `[num_tokens, 1, rotary_dim]`, for `positions` `[num_tokens]`; in the layer's
+        own dtype if None is given."""
+        cos, sin = (each[positions].to(dtype or self._dtype) for each in self.half_angles)
         # The sign of "rotate half" sits in the table, so that a rotation is a swap of halves and a fused multiply-add.
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 

@@ -1,9 +1,14 @@
-"""Weights from a checkpoint's files straight into place, tensor by tensor: never a second whole copy of the model."""
+"""Weights from a checkpoint's files straight into place, tensor by tensor: never a second whole copy of the model.
+
+A place may be for a part of a tensor, if other ranks have the rest. Of a plain tensor, and of rows of GGUF, no more than
+that part is read. What Hugging Face's formats hold quantised is read whole, one matrix after the other.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
@@ -12,9 +17,10 @@ from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.kernels.grouped import QuantizedTensor
 from engine.kernels.library import Kernels
-from engine.layers import Place
+from engine.layers import MatrixPlace, PartPlace, Place
 from engine.loading.checkpoints.checkpoint import CheckpointTensor, readable
 from engine.loading.checkpoints.hf_quantized import quantized_tensors, scheme_of
+from engine.loading.checkpoints.part import Part, PartOfQuantized
 from engine.loading.checkpoints.safetensors_file import SafetensorsFile
 from engine.loading.progress import LOG_INTERVAL_S, Progress
 
@@ -29,13 +35,14 @@ def load_weights(
     may_skip: Callable[[str], bool] = lambda _: False,
     rename: Callable[[str], str | None] = str,
     log_interval_s: float = LOG_INTERVAL_S,
-) -> None:
+) -> int | None:
     """Copies each tensor of the files into its place, converting dtype and device on the way.
 
     `places` names every tensor that the model needs and where it goes; a place may be a part of a merged weight.
     A quantised matrix stays so if there are `kernels`. `rename` gives a name in the files its name in `places`, None if
-    the tensor is of no use. `may_skip` says of a name that has no place whether that is all right. Raises
-    `StartupError` that names a tensor which is missing, not known, or of another shape.
+    the tensor is of no use. `may_skip` says of a name that has no place whether that is all right. Returns how many
+    bytes of plain safetensors were read; None for other formats. Raises `StartupError` that names a tensor which is
+    missing, not known, or of another shape.
 
     What is read shows on a terminal as a bar, elsewhere as a line in the log every `log_interval_s`.
     """
@@ -43,8 +50,15 @@ def load_weights(
     num_bytes = sum(file.stat().st_size for file in files.weight_files)
     formats: dict[str, int] = {}
     missing = set(places)
+    bytes_read = _BytesRead()
+
+    def part_of(name: str) -> Part | None:
+        new = rename(name)
+        place = None if new is None else places.get(new)
+        return place.part if isinstance(place, PartPlace) else None
+
     with Progress("loading weights", num_bytes, "B", log_interval_s=log_interval_s) as progress:
-        for each in _tensors(files):
+        for each in _tensors(files, part_of, bytes_read):
             name = rename(each.name)
             if name is None:
                 progress.add(each.num_bytes)
@@ -64,15 +78,23 @@ def load_weights(
         raise StartupError(f"model {files.path} lacks tensor {first}{others}; download it again")
     _log_formats(files, formats, kernels)
     log.info("weights loaded", extra={"model": str(files.path), "tensors": len(places)})
+    return bytes_read.count if is_plain else None
 
 
-def _tensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
+@dataclass(slots=True)
+class _BytesRead:
+    count: int = 0
+
+
+def _tensors(
+    files: ModelFiles, part_of: Callable[[str], Part | None], bytes_read: _BytesRead
+) -> Iterator[CheckpointTensor]:
     if files.is_gguf:
         from engine.loading.checkpoints.gguf_weights import gguf_tensors
 
         return gguf_tensors(files.weight_files[0])
     scheme = scheme_of(files.config)
-    return _safetensors(files) if scheme is None else quantized_tensors(files, scheme)
+    return _safetensors(files, part_of, bytes_read) if scheme is None else quantized_tensors(files, scheme)
 
 
 def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, packs: bool) -> None:
@@ -82,28 +104,37 @@ def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, pack
         raise StartupError(
             f"{each.file}: tensor {each.name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
         )
+    part: Part | None = None
+    if isinstance(place, PartPlace):
+        place, part = place.place, place.part
     if not isinstance(tensor, QuantizedTensor):
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise StartupError(
                 f"{each.file}: tensor {each.name} is {tensor.dtype}. It looks quantised, but config.json has no "
                 "quantization_config that says how; take another checkpoint of this model"
             )
+        if isinstance(tensor, torch.Tensor):
+            _put(place, 0, tensor if part is None else part.of(tensor), kernels if packs else None)
+            return
         with readable(each.file):
-            for start, rows in ((0, tensor),) if isinstance(tensor, torch.Tensor) else tensor.pieces():
+            for start, rows in tensor.pieces():
                 _put(place, start, rows, kernels if packs else None)
-    elif isinstance(place, torch.Tensor):
+        return
+    if isinstance(place, torch.Tensor):
         raise StartupError(f"{each.file}: tensor {each.name} is quantised as {each.format}, and no matrix")
-    elif kernels is not None:
+    if part is not None:
+        tensor = PartOfQuantized(tensor, part, f"{each.file}: tensor {each.name}")
+    if kernels is not None:
         if kernels.quantization != "none":
             raise StartupError(f"{each.file} is quantised already ({each.format}); take away --quantization")
         place.take(tensor, kernels)
-    else:
-        plain = place.plain()
-        for start, stop in tensor.pieces():
-            plain[start:stop].copy_(tensor.rows(start, stop).dequantize())
+        return
+    plain = place.plain()
+    for start, stop in tensor.pieces():
+        plain[start:stop].copy_(tensor.rows(start, stop).dequantize())
 
 
-def _put(place: Place, start: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
+def _put(place: torch.Tensor | MatrixPlace, start: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
     """Rows of a plain tensor from number `start` on, packed if there are `kernels` and the place packs."""
     if isinstance(place, torch.Tensor):
         plain = place
@@ -138,9 +169,12 @@ def check_files(files: ModelFiles) -> None:
             pass
 
 
-def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
+def _safetensors(
+    files: ModelFiles, part_of: Callable[[str], Part | None], bytes_read: _BytesRead
+) -> Iterator[CheckpointTensor]:
     """The tensors in the order in which they lie in the files, so that a disk reads front to back."""
     for path in files.weight_files:
-        with readable(path), SafetensorsFile(path) as file:
+        with readable(path), SafetensorsFile(path, part_of) as file:
             for tensor in file.tensors:
                 yield CheckpointTensor(path, tensor.name, tensor, tensor.nbytes)
+            bytes_read.count += file.num_bytes_read

@@ -1,4 +1,8 @@
-"""The device of this process: weights and KV cache in its memory, one forward pass for each step."""
+"""The device of this process: weights and KV cache in its memory, one forward pass for each step.
+
+It may be a rank of several that compute one model together. Then all of them are given the same steps and the same
+copies in the same order. Rank 0 draws tokens; the others take its tokens over.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ import numpy as np
 import torch
 
 from common.config import EngineSettings
-from common.errors import InternalError
+from common.errors import InternalError, StartupError
 from common.sampling import SamplingParams
-from common.types import SampledToken
+from common.types import KVCacheSpec, SampledToken
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.blocks.host_tier import BlockCopy
@@ -24,9 +28,10 @@ from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
 from engine.device_copies import read, to_device, wait_for
 from engine.local.graphs import DecodeGraphs, graph_sizes
 from engine.local.host_cache import allocate_host_cache, copy_blocks
-from engine.local.loading import load_model
+from engine.local.loading import LoadedModel, load_model
 from engine.local.memory import num_cache_blocks
 from engine.local.scores import score_tokens
+from engine.ranks.group import OneRank, RankGroup
 from engine.sampling.draws import draw
 from engine.sampling.sampler import sample
 from engine.step import Draw, Drawn, StepInput, StepOutput, StepRow
@@ -35,6 +40,8 @@ from kv_store.host_pages import prepare_pages
 log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 64
+_RANK_TEXT_BYTES = 128
+_NO_TOKEN = -1  # between ranks, for a row that drew none
 KEPT_STEPS = 2  # whose drawn tokens a later step may begin with
 
 
@@ -42,25 +49,38 @@ class LocalDevice(Device):
     """`kv_cache` is `[num_blocks, *spec.block_shape]`, in the dtype that was chosen."""
 
     def __init__(
-        self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None, raises: bool = False
+        self,
+        model_dir: Path,
+        settings: EngineSettings,
+        *,
+        attention: str | None = None,
+        raises: bool = False,
+        group: RankGroup | None = None,
     ) -> None:
         """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None. A
         device that `raises` passes on what stops a step in `end`: it may be an exception of the program that calls it.
+        One of several ranks always does, since it cannot go on beside the others after half a step. `group`: the other
+        ranks; None if there are none. Its planes are then those of this rank's heads, and equal on ranks that share
+        heads; it has as many blocks as all ranks have.
 
         Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the
-        device is not there, memory does not suffice, or the context is longer than the model or the cache allows.
+        device is not there, memory does not suffice, the context is longer than the model or the cache allows, or the
+        ranks cannot share the model.
         """
-        loaded = load_model(model_dir, settings)
+        group = group or OneRank()
+        self._group = group
+        loaded = load_model(model_dir, settings, group)
         spec, model = loaded.spec, loaded.model
         self.device = loaded.device
         self.dtype = loaded.dtype
         self._model = model
         self._kernels = loaded.kernels
         self._padding = loaded.padding
-        self._raises = raises
-        num_blocks = num_cache_blocks(spec, loaded.device, settings)
+        self._raises = raises or group.size > 1
+        self._check_ranks(spec, loaded)
+        num_blocks = self._least(num_cache_blocks(spec, loaded.device, settings))
         max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
-        may_record = loaded.device.type == "cuda" and not settings.enforce_eager
+        may_record = loaded.device.type == "cuda" and not settings.enforce_eager and group.size == 1
         blocks = torch.empty(
             (num_blocks + may_record, *spec.block_shape), dtype=loaded.dtype, device=loaded.device
         )  # one more than the engine knows, for the padding of recorded graphs
@@ -250,7 +270,31 @@ class LocalDevice(Device):
             (token_ids,) = read([best])
             if not self._padding.has_any_of(token_ids):
                 return [SampledToken(int(token_id)) for token_id in token_ids]
-        return sample(self._padding.mask(logits()), draws, self._kernels)
+        masked = self._padding.mask(logits())
+        if self._group.size == 1:
+            return sample(masked, draws, self._kernels)
+        drawn = sample(masked, draws, self._kernels) if self._group.rank == 0 else [None] * len(draws)
+        # Other ranks need them if a later step begins with one of them.
+        own = torch.tensor([_NO_TOKEN if token is None else token.token_id for token in drawn], device=self.device)
+        (token_ids,) = read([self._group.all_gather(own)[: len(draws)]])
+        if self._group.rank == 0:
+            return drawn
+        return [None if token_id == _NO_TOKEN else SampledToken(int(token_id)) for token_id in token_ids]
+
+    def _check_ranks(self, spec: KVCacheSpec, loaded: LoadedModel) -> None:
+        """Raises `StartupError` that names a rank which has another model, or computes it otherwise: each rank computes
+        norms and routers for itself, and all have to come to the same bits."""
+        own = f"KV {spec.fingerprint()}, kernels {loaded.kernels_choice.instruction_set}, torch {torch.__version__}"
+        padded = bytearray(own.encode()[:_RANK_TEXT_BYTES].ljust(_RANK_TEXT_BYTES))
+        gathered = self._group.all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(loaded.device))
+        texts = [bytes(row).decode().strip() for row in gathered.view(self._group.size, -1).tolist()]
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise StartupError(f"rank {rank} computes {text}; rank 0 computes {texts[0]}; they have to be equal")
+
+    def _least(self, count: int) -> int:
+        """The smallest of what the ranks have."""
+        return int(self._group.all_gather(torch.tensor([count], device=self.device)).min())
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.last_states(hidden).float().sum(dim=0)

@@ -21,6 +21,7 @@ from engine.local.memory import check_weights_fit, longest_context, weight_bytes
 from engine.local.vocabulary import Padding
 from engine.models.base import CausalLM
 from engine.models.registry import build_model
+from engine.ranks.group import OneRank, RankGroup
 from engine.speculation.step_cost import free_rows
 
 QUANTIZED_BYTES = {"int8": 1.06, "int4": 0.63}  # of a weight with its share of scales, by --quantization
@@ -49,9 +50,12 @@ class LoadedModel:
         return max(self.model.windows) if all(self.model.windows) else 0
 
 
-def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
-    """Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the device
-    is not there, memory does not suffice, or the context is longer than the model allows."""
+def load_model(model_dir: Path, settings: EngineSettings, group: RankGroup | None = None) -> LoadedModel:
+    """The part of a rank of `group`; the whole if that is None.
+
+    Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the device
+    is not there, memory does not suffice, the context is longer than the model allows, or the ranks cannot share it."""
+    group = group or OneRank()
     files = open_model(model_dir)
     chosen_device = choose_device(settings.device)
     device = _device(chosen_device.device)
@@ -71,7 +75,8 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
     max_model_len = longest_context(files, settings)
     token_ids = files.token_ids()
     ends = files.ends(token_ids)
-    model = _load(files, num_positions=max_model_len, dtype=dtype, device=device, kernels=kernels)
+    model = _load(files, group, num_positions=max_model_len, dtype=dtype, device=device, kernels=kernels)
+    tp_rank, tp_size = model.kv_shard
     return LoadedModel(
         model=model,
         spec=KVCacheSpec(
@@ -82,6 +87,8 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
             block_size=settings.block_size,
             dtype=chosen.dtype,
             num_planes=1 if model.latent_value_dim else 2,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
         ),
         max_model_len=max_model_len,
         eos_token_ids=tuple(known_ends(ends, model.vocab_size)),
@@ -97,12 +104,18 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
 
 
 def _load(
-    files: ModelFiles, *, num_positions: int, dtype: torch.dtype, device: torch.device, kernels: Kernels | None
+    files: ModelFiles,
+    group: RankGroup,
+    *,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | None,
 ) -> CausalLM:
-    check_weights_fit(files, dtype=dtype, device=device, stays_quantised=kernels is not None)
+    check_weights_fit(files, dtype=dtype, device=device, stays_quantised=kernels is not None, num_ranks=group.size)
     try:
         with torch.inference_mode():
-            model = build_model(files, num_positions=num_positions, dtype=dtype, device=device)
+            model = build_model(files, num_positions=num_positions, dtype=dtype, device=device, group=group)
             model.load(files, kernels)
             model.finish(kernels)
     except torch.OutOfMemoryError as error:

@@ -52,12 +52,14 @@ def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = Tr
     return total
 
 
-def check_weights_fit(files: ModelFiles, *, dtype: torch.dtype, device: torch.device, stays_quantised: bool) -> None:
-    """Raises `StartupError` if the weights need more memory than this machine has left."""
+def check_weights_fit(
+    files: ModelFiles, *, dtype: torch.dtype, device: torch.device, stays_quantised: bool, num_ranks: int = 1
+) -> None:
+    """Raises `StartupError` if one rank's share of the weights needs more memory than this machine has left."""
     available = available_bytes() if device.type == "cpu" else None
     if available is None:
         return
-    needed = weight_bytes(files, dtype.itemsize, stays_quantised=stays_quantised)
+    needed = weight_bytes(files, dtype.itemsize, stays_quantised=stays_quantised) / num_ranks
     if needed > available:
         raise StartupError(
             f"the weights of {files.path} need {needed / GIB:.1f} GiB in {dtype}, "

@@ -14,11 +14,16 @@ from engine.kernels.library import Kernels
 
 
 class CausalLM(ABC):
-    """A decoder-only language model over a flat batch of tokens; of use after `load()` and `finish()`."""
+    """A decoder-only language model over a flat batch of tokens; of use after `load()` and `finish()`.
+
+    If several ranks share it, each calls the same functions with the same tokens in the same order, and gets the same
+    results.
+    """
 
     num_layers: int
-    num_heads: int
+    num_heads: int  # of this rank, and so are KV heads
     num_kv_heads: int
+    kv_shard: tuple[int, int] = (0, 1)  # which part of all KV heads this is, of how many
     head_dim: int
     vocab_size: int
     hidden_size: int

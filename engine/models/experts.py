@@ -10,6 +10,7 @@ from engine.kernels.library import Activation, Kernels, PackedMLPs
 from engine.layers import ACTIVATE, Linear, Place
 from engine.models.description import ExpertsConfig
 from engine.models.grouped_product import Groups
+from engine.models.shard import Span, places_of_columns, places_of_rows
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 """From gates and ups `[num_tokens, 2 * inner_size]` what goes into the second product, `[num_tokens, inner_size]`."""
@@ -100,7 +101,8 @@ class ExpertMLPs:
 
 
 class Experts:
-    """A router and the experts that it chooses from."""
+    """A router and the experts that it chooses from. If several ranks share a model, each has a part of every expert,
+    and what it gives is a summand."""
 
     def __init__(
         self,
@@ -135,14 +137,14 @@ class Experts:
             shares = shares / shares.sum(-1, keepdim=True)
         return self.mlps(x, chosen, shares)
 
-    def places(self) -> dict[str, Place]:
-        inner = self.config.inner_size
+    def places(self, span: Span) -> dict[str, Place]:
+        """`span`: of each expert's inner elements, those that are here."""
         gate, up, down = self.config.gate_up_down
         places: dict[str, Place] = {"gate.weight": self.router.whole()}
         for number, (gate_up, last) in enumerate(zip(self.mlps.gate_ups, self.mlps.downs, strict=True)):
-            places[f"experts.{number}.{gate}.weight"] = gate_up.rows(0, inner)
-            places[f"experts.{number}.{up}.weight"] = gate_up.rows(inner, 2 * inner)
-            places[f"experts.{number}.{down}.weight"] = last.whole()
+            name = f"experts.{number}."
+            places |= places_of_rows(gate_up, {name + gate: span, name + up: span})
+            places |= places_of_columns(last, name + down, span)
         return places
 
     def finish(self, kernels: Kernels | None) -> None:

@@ -21,6 +21,7 @@ from engine.models.positions import max_length
 from engine.models.text_part import is_composite, text_architecture, text_config, text_name
 from engine.models.transformers_model import TransformersModel, is_mxfp4
 from engine.models.verified import REFUSED, VERIFIED
+from engine.ranks.group import RankGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -72,10 +73,23 @@ def max_positions(files: ModelFiles) -> int:
     return ConfigReader({"max_position_embeddings": length}).integer("max_position_embeddings", 2048)
 
 
-def build_model(files: ModelFiles, *, num_positions: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """The model, its weights still to be loaded."""
+def build_model(
+    files: ModelFiles,
+    *,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup | None = None,
+) -> CausalLM:
+    """The model, or this rank's part of it, its weights still to be loaded. Raises `StartupError` if the ranks of
+    `group` cannot share it."""
     architecture = architecture_of(files)
     if architecture not in FAMILIES:
+        if group is not None and group.size > 1:
+            raise StartupError(
+                f"--tensor-parallel-size {group.size}: model type {files.config.get('model_type')} runs on "
+                f"transformers' code, which cannot be shared by ranks yet; {', '.join(sorted(FAMILIES))} can"
+            )
         config = _transformers_config(files.config)
         if getattr(config, "tie_word_embeddings", False):
             _is_tied(files)  # transformers decides; this says so
@@ -85,7 +99,7 @@ def build_model(files: ModelFiles, *, num_positions: int, dtype: torch.dtype, de
     description = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)
     if description.tie_word_embeddings and not _is_tied(files):
         description = replace(description, tie_word_embeddings=False)
-    return Decoder(description, num_positions=num_positions, dtype=dtype, device=device)
+    return Decoder(description, num_positions=num_positions, dtype=dtype, device=device, group=group)
 
 
 def _is_tied(files: ModelFiles) -> bool:

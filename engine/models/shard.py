@@ -1,0 +1,135 @@
+"""Which heads, which part of the MLPs and which tokens' rows of a decoder one rank has (tensor parallelism).
+
+    q k v, gate up      by rows: each rank computes some of their results
+    o, down             by columns: each rank computes a summand of all results; an all-reduce adds them up
+    embedding           by rows: a rank gives zeros for tokens of others; an all-reduce adds them up
+    head                by rows: each rank has some tokens' logits; an all-gather joins them
+    norms, router       whole, on every rank
+
+Ranks that are more than the KV heads share them: with 2 heads, ranks 0 and 1 of 4 both keep head 0. The product's name
+for columns of results is rows of the weight, as a weight is `[out_features, in_features]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from common.errors import StartupError
+from engine.layers import Linear, Place, place_of_part
+from engine.loading.checkpoints.part import NOTHING, Part
+from engine.models.description import DecoderConfig
+from engine.ranks.group import RankGroup
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """What a rank has of things that are counted."""
+
+    start: int
+    stop: int
+    whole: int  # of all ranks
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def times(self, width: int) -> Span:
+        """The same of rows, if each thing has `width`."""
+        return Span(self.start * width, self.stop * width, self.whole * width)
+
+    def part(self, axis: int) -> Part:
+        return Part(axis, ((self.start, self.stop),))
+
+
+@dataclass(slots=True, frozen=True)
+class Shard:
+    """A rank's part of a model."""
+
+    group: RankGroup
+    config: DecoderConfig  # of this part: with its heads and inner sizes, and the whole vocabulary
+    heads: Span
+    kv_heads: Span
+    inner: Span  # of an MLP
+    expert_inner: Span  # of each expert; of none if there are no experts
+    vocabulary: Span  # rows of embedding and head; equal on all ranks but for the last ones, which have fewer
+
+    @property
+    def kv_shard(self) -> tuple[int, int]:
+        """(which part of the KV heads this rank keeps, of how many): several ranks may keep the same."""
+        return self.kv_heads.start // self.kv_heads.size, self.kv_heads.whole // self.kv_heads.size
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of the vocabulary that the first rank has."""
+        return -(-self.vocabulary.whole // self.group.size)
+
+    @property
+    def adds_biases(self) -> bool:
+        """Whether this rank is the one that adds the biases of products that are summed over all ranks."""
+        return self.group.rank == 0
+
+
+def shard_of(whole: DecoderConfig, group: RankGroup) -> Shard:
+    """Raises `StartupError` that names what the ranks cannot share evenly."""
+    size, rank = group.size, group.rank
+    flag = f"--tensor-parallel-size {size}"
+
+    def split(count: int, what: str) -> Span:
+        if count % size:
+            raise StartupError(f"{flag} does not divide {count} {what}")
+        return Span(rank * count // size, (rank + 1) * count // size, count)
+
+    heads = split(whole.num_heads, "attention heads")
+    num_kv = whole.num_kv_heads
+    if num_kv % size and size % num_kv:
+        raise StartupError(f"{flag} is neither a divisor nor a multiple of {num_kv} KV heads")
+    first = rank * num_kv // size
+    kv_heads = Span(first, first + max(num_kv // size, 1), num_kv)
+    has_mlps = whole.experts is None or not all(whole.experts.layers)
+    inner = split(whole.inner_size, "inner elements of the MLP") if has_mlps else Span(0, 0, 0)
+    expert_inner = Span(0, 0, 0)
+    experts = whole.experts
+    if experts is not None:
+        expert_inner = split(experts.inner_size, "inner elements of an expert")
+        experts = replace(experts, inner_size=expert_inner.size)
+    rows = -(-whole.vocab_size // size)
+    if rows * (size - 1) >= whole.vocab_size:
+        raise StartupError(f"{flag} leaves a rank without any of {whole.vocab_size} rows of the vocabulary")
+    config = replace(whole, num_heads=heads.size, num_kv_heads=kv_heads.size, inner_size=inner.size, experts=experts)
+    vocabulary = Span(rank * rows, min((rank + 1) * rows, whole.vocab_size), whole.vocab_size)
+    return Shard(group, config, heads, kv_heads, inner, expert_inner, vocabulary)
+
+
+def places_of_rows(linear: Linear, spans: Mapping[str, Span], merged_name: str = "") -> dict[str, Place]:
+    """Where a checkpoint's weights and biases go if `linear` gives the results of several of them next to each other:
+    by the name of each, the span of its rows that this rank has. `merged_name`: the checkpoint has all of them in one
+    tensor of that name."""
+    places: dict[str, Place] = {}
+    at = 0
+    if merged_name:
+        ranges = []
+        for span in spans.values():
+            ranges.append((at + span.start, at + span.stop))
+            at += span.whole
+        part = Part.of_rows(ranges)
+        return {key: place_of_part(place, part, at) for key, place in linear.places({merged_name: None}).items()}
+    for name, span in spans.items():
+        for key, place in linear.places({name: (at, at + span.size)}).items():
+            places[key] = place_of_part(place, span.part(0), span.whole)
+        at += span.size
+    return places
+
+
+def places_of_columns(linear: Linear, name: str, span: Span, *, has_bias: bool = False) -> dict[str, Place]:
+    """The same of one product whose results are summed over all ranks. The checkpoint's bias goes to the rank that adds
+    it."""
+    weight = linear.whole()
+    places = {f"{name}.weight": place_of_part(weight, span.part(1), span.whole)}
+    if has_bias:
+        bias = linear.bias
+        nowhere = place_of_part(torch.empty(0), NOTHING, weight.shape[0])
+        places[f"{name}.bias"] = nowhere if bias is None else bias
+    return places
