@@ -1,7 +1,7 @@
 """Weights from a checkpoint's files straight into place, tensor by tensor: never a second whole copy of the model.
 
-A place may be for a part of a tensor, if other ranks have the rest. Of a plain tensor, and of rows of GGUF, no more than
-that part is read. What Hugging Face's formats hold quantised is read whole, one matrix after the other.
+A place may be for a part of a tensor, if other ranks have the rest. Of a plain tensor, and of rows of GGUF, no more
+than that part is read. What Hugging Face's formats hold quantised is read whole, one matrix after the other.
 """
 
 from __future__ import annotations

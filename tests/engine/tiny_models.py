@@ -15,6 +15,7 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine.local.device import LocalDevice
+from engine.ranks.group import RankGroup
 from engine.sampling.draws import draw
 from engine.step import StepRow
 
@@ -161,7 +162,12 @@ def expected_logprobs_of_all(
 
 
 def make_runner(
-    model_dir: Path, *, attention: str | None = None, num_blocks: int = 64, **kwargs: object
+    model_dir: Path,
+    *,
+    attention: str | None = None,
+    num_blocks: int = 64,
+    group: RankGroup | None = None,
+    **kwargs: object,
 ) -> LocalDevice:
     """A float32 runner whose cache holds NaN, so that reading a slot that was never written shows."""
     settings = EngineSettings.model_validate(
@@ -174,7 +180,7 @@ def make_runner(
             **kwargs,
         }
     )
-    runner = LocalDevice(model_dir, settings, attention=attention)
+    runner = LocalDevice(model_dir, settings, attention=attention, group=group)
     runner.kv_cache.fill_(float("nan"))
     return runner
 
