@@ -85,15 +85,10 @@ def build_model(
     `group` cannot share it."""
     architecture = architecture_of(files)
     if architecture not in FAMILIES:
-        if group is not None and group.size > 1:
-            raise StartupError(
-                f"--tensor-parallel-size {group.size}: model type {files.config.get('model_type')} runs on "
-                f"transformers' code, which cannot be shared by ranks yet; {', '.join(sorted(FAMILIES))} can"
-            )
         config = _transformers_config(files.config)
         if getattr(config, "tie_word_embeddings", False):
             _is_tied(files)  # transformers decides; this says so
-        return TransformersModel(config, num_positions=num_positions, dtype=dtype, device=device)
+        return TransformersModel(config, num_positions=num_positions, dtype=dtype, device=device, group=group)
     if is_composite(files.config):
         log.info("the text part of the model is served, without images", extra={"architecture": architecture})
     description = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)

@@ -44,7 +44,9 @@ from engine.models.leftovers import is_leftover
 from engine.models.own_experts import experts_of, is_experts, own_experts
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
+from engine.models.transformers_shard import add_up, load_shard, shard_of_transformers
 from engine.models.verified import COMPARED_WITH
+from engine.ranks.group import RankGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -95,12 +97,21 @@ class _Given(nn.Module):
 
 class TransformersModel(CausalLM):
     def __init__(
-        self, config: PreTrainedConfig, *, num_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: PreTrainedConfig,
+        *,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: RankGroup | None = None,
     ) -> None:
-        """For sequences up to `num_positions`. Knows its sizes when it was loaded. Raises `StartupError` if the
-        architecture cannot be served."""
+        """For sequences up to `num_positions`. Knows its sizes when it was loaded. `group`: the ranks that share it.
+        Raises `StartupError` if the architecture cannot be served, or the ranks cannot share it."""
         import transformers
 
+        self._shard = None if group is None or group.size == 1 else shard_of_transformers(config, group)
+        if self._shard is not None:
+            config, self.kv_shard = self._shard.config, self._shard.kv_shard
         self._config, self._dtype, self._device = config, dtype, device
         # Its code decides what is in the blocks, and so do positions, which the model's identity does not tell of.
         self.kv_variant = f"transformers {transformers.__version__}"
@@ -127,16 +138,21 @@ class TransformersModel(CausalLM):
             widening["quantization_config"] = Mxfp4Config(dequantize=True)
         try:
             with freeing_at_once():
-                top, found = AutoModelForCausalLM.from_pretrained(
-                    Path(files.path),
-                    config=self._config,
-                    dtype=self._dtype,
-                    attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
-                    local_files_only=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # they are told apart below, by name
-                    **widening,
-                )
+                if self._shard is not None:
+                    top, found = load_shard(files, self._shard, self._dtype, INTERFACE)
+                else:
+                    top, found = AutoModelForCausalLM.from_pretrained(
+                        Path(files.path),
+                        config=self._config,
+                        dtype=self._dtype,
+                        attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
+                        local_files_only=True,
+                        output_loading_info=True,
+                        ignore_mismatched_sizes=True,  # they are told apart below, by name
+                        **widening,
+                    )
+        except StartupError:
+            raise
         except Exception as error:  # of many kinds, by as many models
             raise StartupError(f"model {files.path}: transformers cannot load it: {_line(error)}") from error
         # transformers would go on with random numbers.
@@ -249,6 +265,8 @@ class TransformersModel(CausalLM):
                     num_freed_bytes = 0
                 progress.add()
         num_swapped += swap_heads(self._heads, self._base, kernels)
+        if self._shard is not None:
+            add_up(self._base, self._shard)
         give_back_freed()
         if quantises:
             self._say_what_is_not_quantised(num_swapped)

@@ -125,9 +125,9 @@ def test_experts_that_ranks_cannot_share_are_named() -> None:
 
 
 def test_transformers_code_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "model", {"model_type": "olmo2"})
+    path = make_model(tmp_path / "model", {"model_type": "opt", "ffn_dim": 80})
     (path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(StartupError, match="--tensor-parallel-size 2: model type olmo2 runs on transformers' code"):
+    with pytest.raises(StartupError, match="size 2: model type opt runs on transformers' code and was not compared"):
         build_model(open_model(path), num_positions=8, dtype=torch.float32, device=CPU, group=Nobody(0, 2))
 
 
