@@ -60,7 +60,8 @@ class RankProcesses:
 
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:
-            pipe.close()  # they end
+            pipe.send(None)  # a later process keeps the ends of earlier pipes open, so closing them says nothing
+            pipe.close()
         for process in self._processes:
             process.join(10)
             if process.is_alive():
@@ -73,7 +74,10 @@ def _serve(pipe: Connection, rank: int, folder: Path) -> None:
     groups: dict[int, GlooGroup] = {}
     with contextlib.suppress(EOFError, OSError):
         while True:
-            size, job, args, kwargs = pipe.recv()
+            asked = pipe.recv()
+            if asked is None:
+                return
+            size, job, args, kwargs = asked
             try:
                 if size not in groups:
                     store = PrefixStore(f"of {size}", FileStore(str(folder / f"store-{size}"), size))
