@@ -28,6 +28,7 @@ from engine.local.vocabulary import Padding
 from engine.models import grouped_product
 from engine.models.grouped_product import Groups
 from engine.models.registry import build_model
+from engine.ranks.group import OneRank
 from engine.sampling.draws import draw
 from engine.sampling.logit_changes import LogitChanges
 from engine.sampling.sampler import mask_logits
@@ -125,6 +126,7 @@ class OnDevice(LocalDevice):
 
     def __init__(self, path: Path) -> None:
         self.device, self._kernels, self._padding, self._raises = DEVICE, None, Padding((), 0, DEVICE), True
+        self._group = OneRank()
         model = build_model(open_model(path), num_positions=256, dtype=torch.bfloat16, device=DEVICE)
         model.finish(None)
         self._model = model

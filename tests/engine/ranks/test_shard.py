@@ -155,7 +155,9 @@ def test_kv_is_that_of_the_rank_s_heads(num_kv_heads: int, size: int) -> None:
         assert spec.heads == range(first, first + max(1, num_kv_heads // size))
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3_moe"))]
+)
 def test_a_rank_reads_no_more_than_its_part(tmp_path: Path, name: str) -> None:
     path = make_model(tmp_path / name, {**FAMILIES[name], "vocab_size": 2000, "tie_word_embeddings": False})
     files = open_model(path)

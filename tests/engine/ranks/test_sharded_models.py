@@ -101,15 +101,20 @@ def check_equal(found: Sequence[Computed], expected: Computed) -> None:
             torch.testing.assert_close(logprobs, theirs[position], atol=TOLERANCE, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kernels", ALL[-1:])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
-def test_ranks_give_what_one_rank_gives(ranks: RankProcesses, models: Path, name: str, kernels: str) -> None:
+def test_ranks_give_what_one_rank_gives(ranks: RankProcesses, models: Path, name: str, size: int) -> None:
     path = model(models, name)
-    expected = compute(None, path, kernels)
-    for size in (2, 4):
-        check_equal(ranks.run(size, compute, path, kernels), expected)
+    check_equal(ranks.run(size, compute, path, ALL[-1]), compute(None, path, ALL[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "mixtral"])
+def test_ranks_without_kernels_give_what_one_rank_gives(ranks: RankProcesses, models: Path, name: str) -> None:
+    path = model(models, name)
+    check_equal(ranks.run(2, compute, path, "torch"), compute(None, path, "torch"))
 
 
 def asked(group: RankGroup, path: Path, temperature: float) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
