@@ -47,6 +47,10 @@ class PartPlace:
     part: Part
     shape: tuple[int, ...]  # of the whole tensor
 
+    def plain(self) -> torch.Tensor:
+        """Memory to be filled with the part."""
+        return self.place if isinstance(self.place, torch.Tensor) else self.place.plain()
+
 
 Place = torch.Tensor | MatrixPlace | PartPlace
 

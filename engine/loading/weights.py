@@ -104,9 +104,8 @@ def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, pack
         raise StartupError(
             f"{each.file}: tensor {each.name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
         )
-    part: Part | None = None
-    if isinstance(place, PartPlace):
-        place, part = place.place, place.part
+    part = place.part if isinstance(place, PartPlace) else None
+    place = place.place if isinstance(place, PartPlace) else place
     if not isinstance(tensor, QuantizedTensor):
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise StartupError(

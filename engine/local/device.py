@@ -273,7 +273,9 @@ class LocalDevice(Device):
         masked = self._padding.mask(logits())
         if self._group.size == 1:
             return sample(masked, draws, self._kernels)
-        drawn = sample(masked, draws, self._kernels) if self._group.rank == 0 else [None] * len(draws)
+        drawn: list[SampledToken | None] = [None] * len(draws)
+        if self._group.rank == 0:
+            drawn = sample(masked, draws, self._kernels)
         # Other ranks need them if a later step begins with one of them.
         own = torch.tensor([_NO_TOKEN if token is None else token.token_id for token in drawn], device=self.device)
         (token_ids,) = read([self._group.all_gather(own)[: len(draws)]])

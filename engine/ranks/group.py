@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 LONGEST_WAIT_S = 300.0
 """Default bound of one collective of a `GlooGroup`: others may still read their weights."""
@@ -72,5 +72,5 @@ class GlooGroup:
         """Every rank's `values`. They travel as bytes, since Gloo doesn't know all dtypes."""
         own = values.cpu().contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        self._group.allgather([parts], [own]).wait()
+        self._group.allgather([parts], [own]).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
         return [part.view(values.dtype).view(values.shape).to(values.device) for part in parts]
