@@ -10,9 +10,10 @@ On the wire there is no difference.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -31,13 +32,22 @@ async def handle_call(context: Context, handling: Coroutine[Any, Any, None]) -> 
     """Runs `handling`. If it raises, the call ends with the status of that error."""
     failure: BatonError | None = None
     try:
-        await handling
-    except grpc.aio.InternalError:  # nothing can be sent any more: gRPC notices before it cancels this
-        raise asyncio.CancelledError from None
+        with unless_over():
+            await handling
     except Exception as error:
         failure = failure_of(error)
     if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted
         await abort(context, failure.without_stack())
+
+
+@contextlib.contextmanager
+def unless_over() -> Iterator[None]:
+    """Use it around writes: `grpc.aio.InternalError` says that nothing can be sent any more, which gRPC notices before
+    it cancels the handler. It becomes the cancellation."""
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 async def receive(context: Context, timeout_s: float) -> bytes:

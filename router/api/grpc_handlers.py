@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from common.errors import BatonError, DeadlineError, InvalidArgumentError, OverloadedError
-from common.grpc.calls import Context, failure_of, handle_call, receive, send
+from common.grpc.calls import Context, failure_of, handle_call, receive, send, unless_over
 from common.grpc.server import add_handlers
 from common.grpc.streams import uncancelled
 from router.api.access_log import AccessLog
@@ -200,7 +200,7 @@ class _Conversation(_Handler):
         request: Message | None = None
         failure: BatonError | None = None
         try:
-            with self._gate.requests(key), self._gate.bytes_held() as held:
+            with unless_over(), self._gate.requests(key), self._gate.bytes_held() as held:
                 self._check_size(data)
                 held.add(len(data))
                 request = self._parser(data)
@@ -211,8 +211,6 @@ class _Conversation(_Handler):
                         await uncancelled(_write(context, answer, write_lock))
         except TimeoutError:
             failure = DeadlineError("the answer took too long")
-        except grpc.aio.InternalError:  # nothing can be sent any more
-            raise asyncio.CancelledError from None
         except Exception as error:
             failure = failure_of(error)
         if failure is not None:
@@ -224,12 +222,11 @@ class _Conversation(_Handler):
         `DeadlineError`, which ends the stream, if it does not read at all."""
         limits = self._gate.limits
         try:
-            async with asyncio.timeout(limits.answer_timeout_s + limits.receive_timeout_s):
-                await uncancelled(_write(context, message, write_lock))
+            with unless_over():
+                async with asyncio.timeout(limits.answer_timeout_s + limits.receive_timeout_s):
+                    await uncancelled(_write(context, message, write_lock))
         except TimeoutError:
             raise DeadlineError("the client does not read the answers") from None
-        except grpc.aio.InternalError:
-            raise asyncio.CancelledError from None
 
 
 class _Room:

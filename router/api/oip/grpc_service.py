@@ -11,6 +11,7 @@ import grpc
 from common.errors import BatonError, InvalidArgumentError
 from common.version import VERSION as BATON_VERSION
 from protos.inference import open_inference_pb2 as pb
+from router.api.asking import Call
 from router.api.oip.inference import (
     EXTENSIONS,
     INPUT_TYPES,
@@ -119,16 +120,14 @@ class OpenInferenceService:
         inference = Inference(asked, may_stream=may_stream)
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         with gateway.admission.gate.bytes_held() as held:
-            answers = infer(
-                gateway,
-                inference,
+            call = Call(
                 interface="grpc",
                 request_id=request_id_of(request.id, metadata),
                 arrived_at=arrived_at,
                 hints=call_hints(metadata, inference.session),
-                held=held,
                 timeout_s=context.time_remaining(),
             )
+            answers = infer(gateway, inference, call, held)
             is_raw = bool(request.raw_input_contents)
             model = gateway.admission.served(request.model_name).limits.model
             async with aclosing(answers):

@@ -16,22 +16,22 @@ from typing import cast
 import msgspec
 
 from common.errors import InvalidArgumentError, NotFoundError
-from common.sampling import kept_tokens, parameters
+from common.sampling import parameters
 from common.types import SampledToken
 from common.validation import check_request_id
 from router.api.api_keys import current_client
+from router.api.asking import Call, requests_of
 from router.api.oip.tensors import Tensor, Value, one_value, text_of, vector
 from router.api.rest.openai.generation_bodies import CompletionBody
 from router.api.rest.openai.parsing import parse
-from router.limits.clients import CallHints
+from router.fleet.served_model import ServedModel
 from router.limits.gate import HeldBytes
-from router.running.request import GenerationRequest, Output, new_request_id
+from router.running.request import GenerationRequest, Output, Prompt, new_request_id
 from router.serving.choices import likeliest
 from router.serving.gateway import Gateway
 from text.tokenizer import Tokenizer
 
 VERSION = "1"  # of each model
-DEFAULT_MAX_TOKENS = 16  # as for a text completion
 PLATFORM = "baton"
 EXTENSIONS = ("binary_tensor_data",)
 
@@ -148,59 +148,23 @@ def check_numbers(inputs: int, outputs: int, parameters: int) -> None:
 
 
 async def infer(
-    gateway: Gateway,
-    inference: Inference,
-    *,
-    interface: str,
-    request_id: str,
-    arrived_at: float,
-    hints: CallHints,
-    held: HeldBytes,
-    timeout_s: float | None = None,
+    gateway: Gateway, inference: Inference, call: Call, held: HeldBytes
 ) -> AsyncGenerator[list[Tensor], None]:
-    """The tensors of each response: of several for a stream, of one otherwise. `interface`: "grpc" or "rest"."""
-    body, client = inference.body, current_client.get()
+    """The tensors of each response: of several for a stream, of one otherwise."""
+    body = inference.body
+
+    async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+        special, client = body.add_special_tokens is not False, current_client.get()
+        prepare = gateway.preparation.prompts
+        return await prepare(model, body.prompts(), TEXT, add_special_tokens=special, keep=keep, client=client)
+
     with contextlib.ExitStack() as within:
-        within.enter_context(gateway.admission.running(interface, timeout_s, client))
-        model = await gateway.admission.serving(body.model or "")
-        sampling = body.sampling()
-
-        def name(parameter: str) -> str:
-            return field_name(body.field_name(parameter))
-
-        keep = kept_tokens(sampling, model.limits, name=name)
-        special = body.add_special_tokens is not False
-        prompts = await gateway.preparation.prompts(
-            model, body.prompts(), TEXT, add_special_tokens=special, keep=keep, client=client
-        )
+        requests, _ = await requests_of(gateway, body, prompts, call, within, field_name)
         choices = body.choices
-        requests = gateway.preparation.requests(
-            model,
-            prompts,
-            sampling,
-            request_id=request_id,
-            cache_salt=body.cache_salt or "",
-            retain=None if body.retain is None else body.retain.value(),
-            priority=body.priority or 0,
-            slo=gateway.admission.slo(client, body.targets(), hints.targets),
-            arrived_at=arrived_at,
-            timeout_s=timeout_s,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
-            name=name,
-            client=client,
-            hints=hints,
-            choices=choices,
-            choices_name=field_name,
-            is_whole=not inference.streams,
-        )
-        first = requests[0]
-        check = gateway.preparation.check_guided
-        await check(first.sampling_params, first.sampling_field, first.tools, first.form, client)
-        within.enter_context(gateway.generation.charged(requests, field_name(choices.field())))
         outputs = gateway.generation.outputs(requests, held.grow)
         if choices.are_compared:
             outputs = likeliest(outputs, choices, held.grow)
-        answer = _Answer(inference, first)
+        answer = _Answer(inference, requests[0])
         async with aclosing(outputs):
             if inference.streams:
                 async for _, output in outputs:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -15,14 +14,13 @@ from router.api.rest import oip, openapi
 from router.api.rest.anthropic.count_tokens import CountTokensHandler
 from router.api.rest.anthropic.messages_body import CountTokensBody, MessagesBody
 from router.api.rest.generate import GenerationHandlers
+from router.api.rest.guarded import Endpoint, guarded
 from router.api.rest.http import errors
 from router.api.rest.http.auth import OPEN_PATHS
 from router.api.rest.http.error_body import has_anthropic_errors
-from router.api.rest.http.errors import as_baton, error_response
 from router.api.rest.information import DEFAULT_LATEST, InformationHandlers
 from router.api.rest.openai.batches import BatchHandlers
 from router.api.rest.openai.body_types import Body
-from router.api.rest.openai.disconnect import ClientGoneError
 from router.api.rest.openai.embeddings import EmbeddingHandlers, EmbeddingsBody
 from router.api.rest.openai.files import FileHandlers
 from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
@@ -34,10 +32,6 @@ from router.api.ui.live import Live
 from router.running.decisions import MAX_DECISIONS
 from router.running.finished import MAX_FINISHED
 from router.serving.gateway import Gateway
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
 
 BODIES: tuple[type[Body], ...] = (
     ChatBody,
@@ -93,7 +87,7 @@ def make_app(
         route(method, path, handler)
 
     def post(path: str, handler: Endpoint, summary: str, body: type[Body], answer: openapi.Json) -> None:
-        direct[path] = handler = _guarded(handler)
+        direct[path] = handler = guarded(handler)
         error = openapi.ANTHROPIC_ERROR if has_anthropic_errors(path) else openapi.ERROR
         add("POST", path, handler, summary, openapi.operation(answer, body=references[BODIES.index(body)], error=error))
 
@@ -106,7 +100,7 @@ def make_app(
         unavailable: openapi.Json | None = None,
     ) -> None:
         operation = openapi.operation(answer, parameters=parameters, unavailable=unavailable)
-        add("GET", path, _guarded(handler), summary, operation)
+        add("GET", path, guarded(handler), summary, operation)
 
     embeddings, hinted = openapi.json_answer("Embeddings"), openapi.json_answer("PrefixHinted")
     post("/v1/chat/completions", generation.chat, "Answer a conversation", ChatBody, openapi.CHAT_ANSWER)
@@ -151,9 +145,9 @@ def make_app(
         route(method, path, handler)
     if batches is not None:
         for method, path, handler in _batch_routes(*batches):
-            route(method, path, _guarded(handler))
+            route(method, path, guarded(handler))
     if live is not None:
-        route("GET", "/ui/events", _guarded(live.events))
+        route("GET", "/ui/events", guarded(live.events))
 
     def page() -> openapi.Json:
         """Made when it is first asked for: it takes as long as all else that a router does before it serves."""
@@ -190,21 +184,6 @@ def _batch_routes(files: FileHandlers, batches: BatchHandlers) -> list[tuple[str
         ("GET", "/v1/batches/{batch_id}", batches.told),
         ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
     ]
-
-
-def _guarded(handler: Endpoint) -> Endpoint:
-    """Every failure of `handler` becomes an answer in the path's shape."""
-
-    async def guarded(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except (ClientGoneError, ClientDisconnect):  # while its answer was made, or in the middle of its body
-            return Response(status_code=CLIENT_GONE_STATUS)
-        except Exception as error:
-            request_id = getattr(request.state, "request_id", "")
-            return error_response(as_baton(error), request_id, request.scope["path"])
-
-    return guarded
 
 
 class DirectApp:

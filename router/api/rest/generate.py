@@ -11,8 +11,8 @@ from functools import partial
 from fastapi import Request
 from fastapi.responses import Response
 
-from common.sampling import kept_tokens
 from router.api.api_keys import current_client
+from router.api.asking import Call, Prompts, TextBody, requests_of
 from router.api.rest.anthropic.count_tokens import begin
 from router.api.rest.anthropic.messages import MessageAnswer
 from router.api.rest.anthropic.messages_body import MessagesBody
@@ -29,19 +29,14 @@ from router.api.rest.openai.responses_body import ResponsesBody
 from router.api.rest.openai.tools import NamedTool
 from router.fleet.served_model import ServedModel
 from router.limits.admission import Ending
-from router.limits.clients import CallHints, call_hints
+from router.limits.clients import call_hints
 from router.limits.gate import HeldBytes
 from router.running.request import GenerationRequest, Prompt
 from router.serving.choices import Hold
 from router.serving.gateway import Gateway
 
-DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
-
-TextBody = ChatBody | CompletionBody | ResponsesBody | MessagesBody
 Answer = CompletionAnswer | ResponseAnswer | MessageAnswer
 
-Prompts = Callable[[ServedModel, int | None], Awaitable[list[Prompt]]]
-"""Makes a body's prompts; of each so many tokens at most, the last ones."""
 AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer]
 Ask = Callable[[contextlib.ExitStack], Awaitable[Answer]]
 
@@ -167,7 +162,8 @@ class GenerationHandlers:
         request_id = request_id_of(request, body.request_id)
         hints = call_hints(request.headers, body.session())
         held: HeldBytes = request.state.held_bytes  # what comes of the body counts like the body
-        ask = partial(self._answer, body, prompts, make_answer, request_id, arrived_at, hints, held.grow)
+        call = Call(interface="rest", request_id=request_id, arrived_at=arrived_at, hints=hints)
+        ask = partial(self._answer, body, prompts, make_answer, call, held.grow)
         headers = request_id_headers(request_id, request.scope["path"])
         if not body.stream:
             return await json_answer(request, _whole(ask), headers)
@@ -179,42 +175,13 @@ class GenerationHandlers:
         body: TextBody,
         prompts: Prompts,
         make_answer: AnswerMaker,
-        request_id: str,
-        arrived_at: float,
-        hints: CallHints,
+        call: Call,
         hold: Hold,
         within: contextlib.ExitStack,
     ) -> Answer:
         """`within` has to stay open until the answer's end."""
-        client, admission = current_client.get(), self._gateway.admission
-        ending = within.enter_context(admission.running("rest", client=client))
-        model = await admission.serving(body.model or "")
-        body.check()
-        sampling = body.sampling()
-        is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
-        given = await prompts(model, kept_tokens(sampling, model.limits, name=body.field_name))
-        requests = self._gateway.preparation.requests(
-            model,
-            given,
-            sampling,
-            request_id=request_id,
-            cache_salt=body.cache_salt or "",
-            retain=body.retained(self._gateway.preparation.max_retain_s),
-            priority=body.priority or 0,
-            slo=admission.slo(client, body.targets(), hints.targets),
-            arrived_at=arrived_at,
-            default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
-            name=body.field_name,
-            client=client,
-            hints=hints,
-            choices=body.choices,
-            is_whole=is_whole,
-        )
-        first, check = requests[0], self._gateway.preparation.check_guided
-        await check(first.sampling_params, first.sampling_field, first.tools, first.form, client)
-        field = "prompt" if len(given) > 1 else body.choices.field()
-        within.enter_context(self._gateway.generation.charged(requests, field))
-        answer = make_answer(requests, request_id, hold)
+        requests, ending = await requests_of(self._gateway, body, prompts, call, within)
+        answer = make_answer(requests, call.request_id, hold)
         if body.stream:
             within.callback(_count_failure, answer, ending)
         return answer

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
-from starlette.requests import ClientDisconnect
 
 from common.errors import BatonError, InvalidArgumentError
 from common.version import VERSION as BATON_VERSION
+from router.api.asking import Call
 from router.api.oip.inference import (
     EXTENSIONS,
     INPUT_TYPES,
@@ -31,21 +31,19 @@ from router.api.oip.inference import (
     request_id_of,
 )
 from router.api.oip.tensors import Tensor, Value, check_one_value, value_of_raw
+from router.api.rest.guarded import Endpoint, guarded
 from router.api.rest.http.body import JSON_TYPE, read_body
 from router.api.rest.http.errors import as_baton, error_headers
 from router.api.rest.openai.body_types import Body
-from router.api.rest.openai.disconnect import ClientGoneError, EventStream, unless_gone
+from router.api.rest.openai.disconnect import EventStream, unless_gone
 from router.api.rest.openai.parsing import parse
 from router.limits.clients import call_hints
 from router.serving.gateway import Gateway
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 JSON_SIZE = "Inference-Header-Content-Length"  # of a body whose JSON is followed by binary tensors
 BINARY_TYPE = "application/octet-stream"
 ALL_BINARY = "binary_data_output"  # a request's parameter
 BINARY, BINARY_SIZE = "binary_data", "binary_data_size"  # a tensor's parameters
-CLIENT_GONE_STATUS = 499
 
 
 class InputTensor(Body, kw_only=True):
@@ -180,16 +178,10 @@ class OpenInferenceHandlers:
     def _answers(
         self, request: Request, inference: Inference, given_id: str | None, arrived_at: float
     ) -> AsyncGenerator[list[Tensor], None]:
-        request.state.request_id = request_id_of(given_id or "", request.headers)
-        return infer(
-            self._gateway,
-            inference,
-            interface="rest",
-            request_id=request.state.request_id,
-            arrived_at=arrived_at,
-            hints=call_hints(request.headers, inference.session),
-            held=request.state.held_bytes,
-        )
+        request_id = request.state.request_id = request_id_of(given_id or "", request.headers)
+        hints = call_hints(request.headers, inference.session)
+        call = Call(interface="rest", request_id=request_id, arrived_at=arrived_at, hints=hints)
+        return infer(self._gateway, inference, call, request.state.held_bytes)
 
     def _head(self, request: Request, given_id: str | None) -> dict[str, object]:
         head: dict[str, object] = {} if given_id is None else {"id": given_id}
@@ -217,25 +209,11 @@ def routes(gateway: Gateway) -> list[tuple[str, str, Endpoint]]:
             ("GET", f"{model}/ready", handlers.model_ready),
             ("GET", model, handlers.model),
         ]
-    return [(method, path, _guarded(handler)) for method, path, handler in named]
+    return [(method, path, guarded(handler, _failed)) for method, path, handler in named]
 
 
-def _guarded(handler: Endpoint) -> Endpoint:
-    """Every failure of `handler` becomes an answer in this protocol's shape."""
-
-    async def answering(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except (ClientGoneError, ClientDisconnect):
-            return Response(status_code=CLIENT_GONE_STATUS)
-        except Exception as error:
-            return _error(as_baton(error), _headers(request))
-
-    return answering
-
-
-def _error(error: BatonError, headers: Mapping[str, str]) -> Response:
-    return _json({"error": error.message}, error.http_status, {**headers, **error_headers(error)})
+def _failed(request: Request, error: BatonError) -> Response:
+    return _json({"error": error.message}, error.http_status, {**_headers(request), **error_headers(error)})
 
 
 def _headers(request: Request) -> dict[str, str]:
