@@ -2,6 +2,7 @@
 
 BatonError
 ├── InvalidArgumentError      the request is wrong: names the field        INVALID_ARGUMENT     400
+│   └── PreviousResponseError no conversation can be continued by that id
 ├── NotFoundError             nothing is known by that name                NOT_FOUND            404
 │   └── ModelNotFoundError    no such model is served
 ├── UnauthenticatedError      no API key, or none that is known            UNAUTHENTICATED      401
@@ -63,6 +64,13 @@ class NotFoundError(BatonError):
 
 class ModelNotFoundError(NotFoundError):
     pass
+
+
+class PreviousResponseError(InvalidArgumentError):
+    """No conversation can be continued by the id that the client gave: as in OpenAI's API, that is a field's fault."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("previous_response_id", reason)
 
 
 class UnauthenticatedError(BatonError):

@@ -117,6 +117,13 @@ router_picked_requests = _counter(
     "outcome",
     ("followed", "gone", "expired", "other", "unknown"),
 )
+router_stored_responses = _counter(
+    "baton_router_stored_responses",
+    "Responses (/v1/responses) that were stored, and what became of them. lost: one that should have been stored, and "
+    "could not; displaced: forgotten to make room.",
+    "event",
+    ("stored", "lost", "displaced", "expired", "deleted"),
+)
 router_requests_running = _gauge("baton_router_requests_running", "Requests that a client is waiting for.")
 router_requests_queued = _gauge("baton_router_requests_queued", "Requests that wait in the router for their turn.")
 router_prompt_tokens = Histogram("baton_router_prompt_tokens", "Prompt tokens of a request.", buckets=TOKEN_BUCKETS)

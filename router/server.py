@@ -48,6 +48,7 @@ from router.limits.targets import GivenTargets
 from router.make_batches import make_batches
 from router.make_endpoint_picker import make_endpoint_picker, make_picks
 from router.make_gateway import make_gateway
+from router.make_responses import make_responses
 from router.processes.router_process import RouterProcess
 from router.reload import Reload, SettingsFile
 from router.running.retries import DispatchLimits
@@ -148,7 +149,8 @@ async def serve(
         live = Live(gateway, registry, views, settings.processes) if settings.ui else None
         batches = await make_batches(settings, gateway, stack)
         handlers = None if batches is None else batches.handlers
-        limited = LimitMiddleware(make_app(gateway, settings.root_path, live, handlers), gate)
+        stored = await make_responses(settings, gateway, stack)
+        limited = LimitMiddleware(make_app(gateway, settings.root_path, live, handlers, stored), gate)
         app = _around(limited, settings, keys, access_log)
         connections = Connections(process.max_connections, settings.receive_timeout)
         web = WebServer(http_socket, app, connections, None if tls is None else tls.server_context())

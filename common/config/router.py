@@ -197,12 +197,32 @@ class EndpointPickerSettings(Settings):
     )
 
 
+class ResponseSettings(Settings):
+    """Responses that are stored (docs/responses.md)."""
+
+    response_file: str | None = Field(
+        None,
+        description="SQLite file of responses, made if it is not there: /v1/responses takes store and "
+        "previous_response_id; unset: nothing is stored",
+    )
+    response_keep_hours: float = Field(
+        720.0, gt=0, description="hours after which a conversation that was not continued is deleted"
+    )
+    response_max_mb: float = Field(
+        1024.0, gt=0, description="MiB of all stored responses; the conversations used least recently make room"
+    )
+    response_max_tenant_mb: float = Field(
+        256.0, gt=0, description="MiB of those of one tenant, or of one key without a tenant, likewise"
+    )
+
+
 class RouterSettings(
     PolicySettings,
     LimitSettings,
     WebSettings,
     BatchSettings,
     EndpointPickerSettings,
+    ResponseSettings,
     ObserveSettings,
     TlsSettings,
     HealthSettings,

@@ -26,7 +26,7 @@ from common import metrics
 from common.errors import ForbiddenError, StartupError, UnauthenticatedError
 from common.logs import RareLine
 from common.process.watched_files import FilesInUse, WatchedFiles, read_file
-from router.limits.clients import ApiClient
+from router.limits.clients import NOBODY, ApiClient
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,11 @@ def _digest(key: str) -> bytes:
 
 current_client: ContextVar[ApiClient | None] = ContextVar("current_client", default=None)
 """Whose call this is: set before any handler of either interface runs; None if no keys are asked for."""
+
+
+def caller() -> ApiClient:
+    """Whose call this is. Its `owner` has what the call may see of files, batches and stored responses."""
+    return current_client.get() or NOBODY
 
 
 def visible_tenant() -> str | None:

@@ -7,23 +7,20 @@ that was written. All of this blocks, and belongs into a thread.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import InvalidArgumentError, NotFoundError
 from router.batches.records import UNFINISHED, Batch, BatchLine, BatchStatus, LineAnswer, LineError, StoredFile
 from router.limits.clients import ApiClient
+from router.sqlite_file import SqliteFile
 
 SCHEMA_VERSION = 1
 PART_BYTES = 2**20
 MAX_LISTED_ROWS = 10_000  # of one owner
 LEFT_S = 86_400.0  # after which an upload goes on no more
-BUSY_S = 20.0  # another process may write for so long
 
 _SCHEMA = """
 CREATE TABLE files (
@@ -54,83 +51,49 @@ class BatchStore:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Makes the file if it is not there. Raises `OSError` or `sqlite3.Error` if that fails, or if it is another
         kind of file, or one of another version."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # prompts of all tenants
         self._clock = clock
-        self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        with self._transaction() as db:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                for statement in _SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            elif version != SCHEMA_VERSION:
-                raise sqlite3.DatabaseError(
-                    f"{path} has version {version} of batches; this router has {SCHEMA_VERSION}"
-                )
+        self._file = SqliteFile(path, _SCHEMA, SCHEMA_VERSION, "batches")
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        """Others may write meanwhile."""
-        with self._lock:
-            yield self._db
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+        self._file.close()
 
     # ------------------------------------------------------------------------------------------------------------ files
 
     def begin_file(self, file_id: str, owner: str, name: str, purpose: str) -> None:
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             row = (file_id, owner, name, purpose, 0, int(self._clock()), 0)
             db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
     def add_part(self, file_id: str, number: int, data: bytes) -> None:
         """Does nothing if the file was forgotten meanwhile."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             grown = "UPDATE files SET num_bytes = num_bytes + ? WHERE file_id = ?"
             if db.execute(grown, (len(data), file_id)).rowcount:
                 db.execute("INSERT INTO parts VALUES (?, ?, ?)", (file_id, number, data))
 
     def num_bytes(self, owner: str) -> int:
         """Of all files of `owner`, those that are arriving, too."""
-        with self._reading() as db:
+        with self._file.reading() as db:
             asked = "SELECT COALESCE(SUM(num_bytes), 0) FROM files WHERE owner = ?"
             return int(db.execute(asked, (owner,)).fetchone()[0])
 
     def end_file(self, file_id: str) -> StoredFile:
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             db.execute("UPDATE files SET is_whole = 1 WHERE file_id = ?", (file_id,))
             return _file(db.execute("SELECT * FROM files WHERE file_id = ?", (file_id,)).fetchone())
 
     def forget_file(self, file_id: str) -> None:
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             _forget(db, file_id)
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Raises `NotFoundError`."""
-        with self._reading() as db:
+        with self._file.reading() as db:
             return _known_file(db, file_id, owner)
 
     def listed_files(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
         """The newest first, the last `MAX_LISTED_ROWS`."""
-        with self._reading() as db:
+        with self._file.reading() as db:
             asked = (
                 "SELECT * FROM files WHERE owner = ? AND is_whole = 1 AND purpose = COALESCE(?, purpose) "
                 "ORDER BY created_at DESC, rowid DESC LIMIT ?"
@@ -139,7 +102,7 @@ class BatchStore:
 
     def delete_file(self, file_id: str, owner: str) -> None:
         """Raises `NotFoundError`, and `InvalidArgumentError` while a batch that has not ended needs it."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             _known_file(db, file_id, owner)
             marks = ", ".join("?" for _ in UNFINISHED)
             asked = f"SELECT 1 FROM batches WHERE input_file_id = ? AND status IN ({marks})"  # noqa: S608 - marks alone
@@ -151,9 +114,9 @@ class BatchStore:
         """The file's bytes, part by part."""
         number = 0
         while True:
-            with self._lock:
+            with self._file.reading() as db:
                 asked = "SELECT data FROM parts WHERE file_id = ? AND number = ?"
-                row = self._db.execute(asked, (file_id, number)).fetchone()
+                row = db.execute(asked, (file_id, number)).fetchone()
             if row is None:
                 return
             yield row["data"]
@@ -165,7 +128,7 @@ class BatchStore:
         now = self._clock()
         marks = ", ".join("?" for _ in UNFINISHED)
         needed = f"SELECT input_file_id FROM batches WHERE status IN ({marks})"  # noqa: S608 - marks alone
-        with self._reading() as db:
+        with self._file.reading() as db:
             old_files = db.execute(
                 f"SELECT file_id FROM files WHERE file_id NOT IN ({needed}) "  # noqa: S608 - as above
                 "AND created_at < CASE is_whole WHEN 1 THEN ? ELSE ? END",
@@ -178,7 +141,7 @@ class BatchStore:
         for row in old_files:
             self.forget_file(row["file_id"])
         for row in old_batches:
-            with self._transaction() as db:
+            with self._file.transaction() as db:
                 db.execute("DELETE FROM lines WHERE batch_id = ?", (row["batch_id"],))
                 db.execute("DELETE FROM batches WHERE batch_id = ?", (row["batch_id"],))
         return len(old_files) + len(old_batches)
@@ -187,7 +150,7 @@ class BatchStore:
 
     def add_batch(self, batch: Batch) -> None:
         """Raises `NotFoundError` if its file is not one of its owner's."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             _known_file(db, batch.input_file_id, batch.client.owner, field="input_file_id")
             client = batch.client
             row = {
@@ -211,7 +174,7 @@ class BatchStore:
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         """Raises `NotFoundError`. `owner` None: whoever's it is."""
-        with self._reading() as db:
+        with self._file.reading() as db:
             row = db.execute("SELECT * FROM batches WHERE batch_id = ?", (batch_id,)).fetchone()
         if row is None or owner not in (None, row["owner"]):
             raise NotFoundError(f"batch {batch_id[:100]!r} does not exist", field="batch_id")
@@ -219,14 +182,14 @@ class BatchStore:
 
     def listed_batches(self, owner: str) -> list[Batch]:
         """The newest first, the last `MAX_LISTED_ROWS`."""
-        with self._reading() as db:
+        with self._file.reading() as db:
             asked = "SELECT * FROM batches WHERE owner = ? ORDER BY created_at DESC, rowid DESC LIMIT ?"
             return [_batch(row) for row in db.execute(asked, (owner, MAX_LISTED_ROWS))]
 
     def num_unfinished(self, owner: str) -> int:
         """Batches of `owner` that have not ended."""
         marks = ", ".join("?" for _ in UNFINISHED)
-        with self._reading() as db:
+        with self._file.reading() as db:
             asked = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status IN ({marks})"  # noqa: S608 - marks alone
             return int(db.execute(asked, (owner, *UNFINISHED)).fetchone()[0])
 
@@ -235,7 +198,7 @@ class BatchStore:
         fewest; from now on `worker` does, for so long."""
         now = self._clock()
         marks = ", ".join("?" for _ in UNFINISHED)
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             asked = (
                 "SELECT * FROM batches AS free "  # noqa: S608 - marks alone
                 f"WHERE status IN ({marks}) AND leased_until < ? ORDER BY (SELECT COUNT(*) FROM batches "
@@ -251,7 +214,7 @@ class BatchStore:
 
     def renew(self, batch_id: str, worker: str, lease_s: float) -> BatchStatus | None:
         """The batch's status; None if another process works at it now."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             renewed = "UPDATE batches SET leased_until = ? WHERE batch_id = ? AND worker = ?"
             if not db.execute(renewed, (self._clock() + lease_s, batch_id, worker)).rowcount:
                 return None
@@ -260,7 +223,7 @@ class BatchStore:
 
     def release(self, worker: str) -> None:
         """Others may go on with what `worker` worked at."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             db.execute("UPDATE batches SET worker = '', leased_until = 0 WHERE worker = ?", (worker,))
 
     def cancel(self, batch_id: str, owner: str) -> Batch:
@@ -283,7 +246,7 @@ class BatchStore:
     ) -> bool:
         """Whether the batch was one `of` these, and is of this status now. `files`: of its output and its errors,
         which are whole now."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             row = db.execute("SELECT status, times FROM batches WHERE batch_id = ?", (batch_id,)).fetchone()
             if row["status"] not in of:
                 return False
@@ -300,7 +263,7 @@ class BatchStore:
 
     def add_lines(self, lines: Iterable[BatchLine]) -> None:
         """Those that are there already stay as they are. Raises `sqlite3.IntegrityError` if two have one custom_id."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             for line in lines:
                 added = (
                     "INSERT INTO lines (batch_id, number, custom_id, body) VALUES (?, ?, ?, ?) "
@@ -309,12 +272,12 @@ class BatchStore:
                 db.execute(added, (line.batch_id, line.number, line.custom_id, line.body))
 
     def forget_lines(self, batch_id: str) -> None:
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
 
     def count_lines(self, batch_id: str) -> None:
         """Notes how many lines the batch has, once all are there."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             counted = (
                 "UPDATE batches SET num_lines = (SELECT COUNT(*) FROM lines WHERE batch_id = ?) WHERE batch_id = ?"
             )
@@ -322,14 +285,14 @@ class BatchStore:
 
     def unanswered(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
         """The next lines without an answer, those behind line `after`."""
-        with self._reading() as db:
+        with self._file.reading() as db:
             asked = "SELECT * FROM lines WHERE batch_id = ? AND status IS NULL AND number > ? ORDER BY number LIMIT ?"
             rows = db.execute(asked, (batch_id, after, limit)).fetchall()
         return [BatchLine(row["batch_id"], row["number"], row["custom_id"], row["body"]) for row in rows]
 
     def answer(self, line: BatchLine, answer: LineAnswer) -> bool:
         """Whether this is the line's answer: it had none."""
-        with self._transaction() as db:
+        with self._file.transaction() as db:
             written = (
                 "UPDATE lines SET status = ?, request_id = ?, answer = ? "
                 "WHERE batch_id = ? AND number = ? AND status IS NULL"
@@ -347,9 +310,9 @@ class BatchStore:
         number = 0
         which = "status BETWEEN 200 AND 299" if good else "(status IS NULL OR status NOT BETWEEN 200 AND 299)"
         while True:
-            with self._lock:
+            with self._file.reading() as db:
                 asked = f"SELECT * FROM lines WHERE batch_id = ? AND number > ? AND {which} ORDER BY number LIMIT 1"  # noqa: S608
-                row = self._db.execute(asked, (batch_id, number)).fetchone()
+                row = db.execute(asked, (batch_id, number)).fetchone()
             if row is None:
                 return
             number = row["number"]

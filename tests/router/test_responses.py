@@ -13,7 +13,7 @@ import pytest
 from common.types import FinishReason
 from router.api.rest.openai.responses import ResponseAnswer
 from router.api.rest.openai.responses_body import ResponsesBody
-from router.api.rest.openai.responses_input import InputItem, turns_of
+from router.api.rest.openai.responses_input import InputItem, items_of, turns_of
 from router.running.request import OBJECT_BYTES, Output
 from tests.each_case import each_case
 from tests.router import chat_templates
@@ -92,7 +92,7 @@ async def test_calls_and_reasoning(router: RunningRouter, worker: FakeWorker) ->
 def test_texts_of_a_turn_are_joined_once() -> None:
     """Joined one by one, thousands of items would take seconds."""
     items = [InputItem(type="reasoning", content="a"), InputItem(type="reasoning", content="")] * 9
-    (turn,) = turns_of(items)
+    (turn,) = turns_of(items_of(items))
     assert turn.thoughts == ["a"] * 9
     assert turn.message(ValueCount(), CallIds())["reasoning_content"] == "\n".join("a" * 9)
 

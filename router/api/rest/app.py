@@ -27,6 +27,7 @@ from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
 from router.api.rest.openai.prefix import PrefixBody, PrefixHandlers, RetainPrefixBody
 from router.api.rest.openai.responses_body import ResponsesBody
 from router.api.rest.openai.sampling_fields import schemas
+from router.api.rest.openai.stored_responses import StoredResponses
 from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
 from router.api.ui.live import Live
 from router.running.decisions import MAX_DECISIONS
@@ -52,13 +53,16 @@ def make_app(
     root_path: str = "",
     live: Live | None = None,
     batches: tuple[FileHandlers, BatchHandlers] | None = None,
+    stored: StoredResponses | None = None,
 ) -> ASGIApp:
-    """`live`: what the live page shows; None if there is no page. `batches`: None if there are none."""
+    """`live`: what the live page shows; None if there is no page. `batches`: None if there are none. `stored`: None if
+    responses are not stored."""
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, servers=servers)
     described = FastAPI(title="Baton", version=VERSION, servers=servers)  # has the same routes, for the page alone
     errors.install(app)
-    generation, embedding, prefixes = GenerationHandlers(gateway), EmbeddingHandlers(gateway), PrefixHandlers(gateway)
+    generation, embedding = GenerationHandlers(gateway, stored), EmbeddingHandlers(gateway)
+    prefixes = PrefixHandlers(gateway, stored)
     tokenizer, information = TokenizerHandlers(gateway), InformationHandlers(gateway)
     count_tokens = CountTokensHandler(gateway).count_tokens
 
@@ -143,6 +147,9 @@ def make_app(
     get("/requests/{request_id:path}", information.request, "One of them", ended, openapi.REQUEST_ID_PARAMETER)
     for method, path, handler in oip.routes(gateway):  # described by their own protocol
         route(method, path, handler)
+    if stored is not None:
+        for method, path, handler in _stored_routes(stored):
+            route(method, path, guarded(handler))
     if batches is not None:
         for method, path, handler in _batch_routes(*batches):
             route(method, path, guarded(handler))
@@ -169,6 +176,16 @@ class PlainRoute(Route):
     def __init__(self, path: str, handler: Endpoint, method: str) -> None:
         super().__init__(path, handler, methods=[method])
         self.methods = {method}
+
+
+def _stored_routes(stored: StoredResponses) -> list[tuple[str, str, Endpoint]]:
+    """(method, path, handler)"""
+    return [
+        ("GET", "/v1/responses/{response_id}", stored.told),
+        ("DELETE", "/v1/responses/{response_id}", stored.delete),
+        ("GET", "/v1/responses/{response_id}/input_items", stored.input_items),
+        ("POST", "/v1/responses/{response_id}/cancel", stored.cancel),
+    ]
 
 
 def _batch_routes(files: FileHandlers, batches: BatchHandlers) -> list[tuple[str, str, Endpoint]]:

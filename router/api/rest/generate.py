@@ -18,6 +18,7 @@ from router.api.rest.anthropic.messages import MessageAnswer
 from router.api.rest.anthropic.messages_body import MessagesBody
 from router.api.rest.http.errors import request_id_headers
 from router.api.rest.openai.answer import CompletionAnswer
+from router.api.rest.openai.body_types import refuse_if_asked
 from router.api.rest.openai.disconnect import EventStream, json_answer, unless_gone
 from router.api.rest.openai.echo import Echo
 from router.api.rest.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
@@ -26,6 +27,8 @@ from router.api.rest.openai.large_json import json_parts
 from router.api.rest.openai.parsing import read, request_id_of
 from router.api.rest.openai.responses import ResponseAnswer
 from router.api.rest.openai.responses_body import ResponsesBody
+from router.api.rest.openai.responses_input import InputItem
+from router.api.rest.openai.stored_responses import StoredResponses
 from router.api.rest.openai.tools import NamedTool
 from router.fleet.served_model import ServedModel
 from router.limits.admission import Ending
@@ -40,10 +43,13 @@ Answer = CompletionAnswer | ResponseAnswer | MessageAnswer
 AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer]
 Ask = Callable[[contextlib.ExitStack], Awaitable[Answer]]
 
+NOTHING_STORED = "is not supported: this router stores no responses; send the whole conversation"
+
 
 class GenerationHandlers:
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, stored: StoredResponses | None = None) -> None:
         self._gateway = gateway
+        self._stored = stored
 
     async def chat(self, request: Request) -> Response:
         arrived_at = time.monotonic()
@@ -68,9 +74,24 @@ class GenerationHandlers:
     async def responses(self, request: Request) -> Response:
         arrived_at = time.monotonic()
         body = await read(ResponsesBody, request, self._gateway.admission)
+        request_id = request_id_of(request, body.request_id)
+        response_id, keep, session = f"resp_{request_id}", None, ""
+        earlier: list[InputItem] = []
+        if self._stored is None:
+            refuse_if_asked(body, body.stored, NOTHING_STORED)
+        else:
+            if body.previous_response_id:
+                continuing = self._stored.continued(body.previous_response_id, request.state.held_bytes)
+                continued = await unless_gone(request, continuing)
+                session, earlier = continued.session, continued.items
+            if body.store is not False:
+                response_id = self._stored.new_id()
+                session = session or response_id
+                own = call_hints(request.headers, body.session() or session).session
+                keep = self._stored.keeper(body, response_id, own)
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
-            conversation = body.response_conversation(model.limits)
+            conversation = body.response_conversation(model.limits, earlier)
             chat_prompt, client = self._gateway.preparation.chat_prompt, current_client.get()
             return [await chat_prompt(model, conversation, "input", keep=keep, client=client)]
 
@@ -79,14 +100,16 @@ class GenerationHandlers:
                 self._gateway.generation,
                 requests[0],
                 request_id,
-                body.echoed(),
+                body.echoed(is_stored=keep is not None),
                 wants_logprobs=body.wants_logprobs,
                 wants_kept_reasoning=body.wants_kept_reasoning,
                 wants_metrics=self._wants_metrics(body),
+                response_id=response_id,
+                keep=keep,
                 hold=hold,
             )
 
-        return await self._generate(request, body, prompts, answer, arrived_at)
+        return await self._generate(request, body, prompts, answer, arrived_at, session)
 
     async def messages(self, request: Request) -> Response:
         arrived_at = time.monotonic()
@@ -157,10 +180,17 @@ class GenerationHandlers:
         )
 
     async def _generate(
-        self, request: Request, body: TextBody, prompts: Prompts, make_answer: AnswerMaker, arrived_at: float
+        self,
+        request: Request,
+        body: TextBody,
+        prompts: Prompts,
+        make_answer: AnswerMaker,
+        arrived_at: float,
+        session: str = "",
     ) -> Response:
+        """`session`: of a request that names none."""
         request_id = request_id_of(request, body.request_id)
-        hints = call_hints(request.headers, body.session())
+        hints = call_hints(request.headers, body.session() or session)
         held: HeldBytes = request.state.held_bytes  # what comes of the body counts like the body
         call = Call(interface="rest", request_id=request_id, arrived_at=arrived_at, hints=hints)
         ask = partial(self._answer, body, prompts, make_answer, call, held.grow)

@@ -8,6 +8,7 @@ from common.errors import (
     BatonError,
     InvalidArgumentError,
     ModelNotFoundError,
+    PreviousResponseError,
     UnauthenticatedError,
 )
 
@@ -26,6 +27,7 @@ _TYPES = {
 }
 _CODES: dict[type[BatonError], str] = {
     ModelNotFoundError: "model_not_found",
+    PreviousResponseError: "previous_response_not_found",
     InvalidArgumentError: "invalid_value",
     UnauthenticatedError: "invalid_api_key",
 }

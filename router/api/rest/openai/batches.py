@@ -10,11 +10,11 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp
 
 from common.errors import InvalidArgumentError, OverloadedError
-from router.api.api_keys import current_client
+from router.api.api_keys import caller, current_client
 from router.api.rest.http.errors import json_response
 from router.api.rest.in_process import post
 from router.api.rest.openai.body_types import Body
-from router.api.rest.openai.files import client, owner, page
+from router.api.rest.openai.files import page
 from router.api.rest.openai.parsing import read
 from router.batches.records import Batch, BatchLine, LineAnswer
 from router.batches.runner import BatchRunner, new_batch_id
@@ -46,14 +46,14 @@ class BatchHandlers:
             raise InvalidArgumentError("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         batch = Batch(
             batch_id=new_batch_id(),
-            client=client(),
+            client=caller(),
             endpoint=body.endpoint,
             input_file_id=body.input_file_id,
             completion_window_s=3600 * _hours(body.completion_window),
             metadata=_checked(body.metadata),
             created_at=int(time.time()),
         )
-        if await asyncio.to_thread(self._store.num_unfinished, owner()) >= MAX_UNFINISHED:
+        if await asyncio.to_thread(self._store.num_unfinished, caller().owner) >= MAX_UNFINISHED:
             raise OverloadedError(f"{MAX_UNFINISHED} batches have not ended, the most for one tenant", retry_after_s=60)
         await asyncio.to_thread(self._store.add_batch, batch)
         self._runner.look()
@@ -61,14 +61,14 @@ class BatchHandlers:
 
     async def told(self, request: Request) -> Response:
         batch_id = request.path_params["batch_id"]
-        return json_response((await asyncio.to_thread(self._store.batch, batch_id, owner())).told())
+        return json_response((await asyncio.to_thread(self._store.batch, batch_id, caller().owner)).told())
 
     async def listed(self, request: Request) -> Response:
-        batches = await asyncio.to_thread(self._store.listed_batches, owner())
+        batches = await asyncio.to_thread(self._store.listed_batches, caller().owner)
         return page(request, batches, lambda batch: batch.batch_id)
 
     async def cancel(self, request: Request) -> Response:
-        batch = await asyncio.to_thread(self._store.cancel, request.path_params["batch_id"], owner())
+        batch = await asyncio.to_thread(self._store.cancel, request.path_params["batch_id"], caller().owner)
         self._runner.look()
         return json_response(batch.told())
 

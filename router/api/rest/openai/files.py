@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
@@ -13,13 +13,12 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
 from common.errors import InvalidArgumentError
-from router.api.api_keys import current_client
+from router.api.api_keys import caller
 from router.api.rest.http.error_body import BodyTooLargeError, BodyTooLateError, BodyTypeError
 from router.api.rest.http.errors import json_response
-from router.batches.records import Batch, StoredFile
+from router.batches.records import StoredFile
 from router.batches.runner import new_file_id
 from router.batches.store import PART_BYTES, BatchStore
-from router.limits.clients import NOBODY, ApiClient
 
 UPLOAD_TYPE = b"multipart/form-data"
 MAX_NAME_CHARS = 255
@@ -27,7 +26,12 @@ MAX_FIELD_BYTES = 1024  # of `purpose`
 MAX_LISTED, DEFAULT_LISTED = 100, 20
 OVERHEAD_BYTES = 16 * 2**10  # of an upload: its fields and marks
 
-ListedT = TypeVar("ListedT", StoredFile, Batch)
+
+class Listed(Protocol):
+    def told(self) -> dict[str, object]: ...
+
+
+ListedT = TypeVar("ListedT", bound=Listed)
 
 
 class FileHandlers:
@@ -45,7 +49,7 @@ class FileHandlers:
         is_stored = False
         number = 0
         try:
-            num_stored = await asyncio.to_thread(self._store.num_bytes, owner())
+            num_stored = await asyncio.to_thread(self._store.num_bytes, caller().owner)
             async for piece in self._pieces(request):
                 upload.add(piece)
                 if num_stored + upload.num_bytes > self._max_stored_bytes:
@@ -56,7 +60,7 @@ class FileHandlers:
                     raise BodyTooLargeError(f"file: has more than {self._max_bytes} bytes")
                 while len(upload.data) >= PART_BYTES:
                     if not is_stored:
-                        await asyncio.to_thread(self._store.begin_file, file_id, owner(), upload.name, "batch")
+                        await asyncio.to_thread(self._store.begin_file, file_id, caller().owner, upload.name, "batch")
                         is_stored = True
                     part = bytes(upload.data[:PART_BYTES])
                     del upload.data[:PART_BYTES]
@@ -64,7 +68,7 @@ class FileHandlers:
                     number += 1
             upload.check_end()
             if not is_stored:
-                await asyncio.to_thread(self._store.begin_file, file_id, owner(), upload.name, "batch")
+                await asyncio.to_thread(self._store.begin_file, file_id, caller().owner, upload.name, "batch")
                 is_stored = True
             await asyncio.to_thread(self._store.add_part, file_id, number, bytes(upload.data))
             stored = await asyncio.to_thread(self._store.end_file, file_id)
@@ -94,7 +98,7 @@ class FileHandlers:
 
     async def listed(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
-        files = await asyncio.to_thread(self._store.listed_files, owner(), purpose)
+        files = await asyncio.to_thread(self._store.listed_files, caller().owner, purpose)
         return page(request, files, lambda file: file.file_id)
 
     async def told(self, request: Request) -> Response:
@@ -113,11 +117,11 @@ class FileHandlers:
 
     async def delete(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
-        await asyncio.to_thread(self._store.delete_file, file_id, owner())
+        await asyncio.to_thread(self._store.delete_file, file_id, caller().owner)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def _file(self, request: Request) -> StoredFile:
-        return await asyncio.to_thread(self._store.file, request.path_params["file_id"], owner())
+        return await asyncio.to_thread(self._store.file, request.path_params["file_id"], caller().owner)
 
 
 class _Upload:
@@ -201,15 +205,6 @@ class _Upload:
 
     def _end(self) -> None:
         self._has_ended = True
-
-
-def owner() -> str:
-    """Whose files and batches a call sees: those of its key's tenant, or of the key itself."""
-    return client().owner
-
-
-def client() -> ApiClient:
-    return current_client.get() or NOBODY
 
 
 def _boundary(request: Request) -> bytes:

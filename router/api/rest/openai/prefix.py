@@ -18,6 +18,7 @@ from router.api.rest.openai.body_types import Body, GivenRaw, session_of
 from router.api.rest.openai.chat_messages import ChatMessage, conversation_of
 from router.api.rest.openai.disconnect import unless_gone
 from router.api.rest.openai.parsing import read
+from router.api.rest.openai.stored_responses import StoredResponses
 from router.api.rest.openai.tools import FunctionTool, JsonObject, chat_tools
 from router.limits.clients import call_hints
 from router.running.prefix_hints import Hinted
@@ -34,6 +35,7 @@ class PrefixBody(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     prompt: str | list[int] | None = None
+    previous_response_id: str | None = None  # the prompt of a stored response, with its answer
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     num_tokens: int | None = None  # of so many of its first tokens
@@ -42,16 +44,17 @@ class PrefixBody(Body, kw_only=True):
 
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
-        if (self.messages is None) is (self.prompt is None):
-            raise InvalidArgumentError("messages", "set one of messages and prompt")
-        mine, others = (
-            ("messages", ("add_special_tokens",)),
-            ("prompt", ("tools", "chat_template_kwargs", "chat_template")),
-        )
-        given, unfit = mine if self.prompt is None else others
-        for name in unfit:
+        unfit = {
+            "messages": ("add_special_tokens",),
+            "prompt": ("tools", "chat_template_kwargs", "chat_template"),
+            "previous_response_id": ("add_special_tokens", "tools"),
+        }
+        given = [name for name in unfit if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidArgumentError("messages", "set one of messages, prompt and previous_response_id")
+        for name in unfit[given[0]]:
             if getattr(self, name) is not None:
-                raise InvalidArgumentError(name, f"is not for {given}")
+                raise InvalidArgumentError(name, f"is not for {given[0]}")
 
     def conversation(self, limits: ModelLimits) -> Conversation:
         tools = chat_tools(self.tools or (), None, parallel=True)
@@ -72,8 +75,9 @@ def prefix_json(hinted: Hinted) -> JsonObject:
 
 
 class PrefixHandlers:
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, stored: StoredResponses | None = None) -> None:
         self._gateway = gateway
+        self._stored = stored
 
     async def retain(self, request: Request) -> Response:
         body = await read(RetainPrefixBody, request, self._gateway.admission)
@@ -98,7 +102,15 @@ class PrefixHandlers:
         with gateway.admission.running("rest", client=client):
             model = await gateway.admission.serving(body.model or "")
             body.check()
-            if body.prompt is None:
+            session = session_of(body)
+            if body.previous_response_id is not None:
+                if self._stored is None:
+                    raise InvalidArgumentError("previous_response_id", "this router stores no responses")
+                continued = await self._stored.continued(body.previous_response_id, request.state.held_bytes)
+                conversation = continued.conversation(body.chat_template_kwargs, body.chat_template, model.limits)
+                prompt = await gateway.preparation.chat_prompt(model, conversation, client=client)
+                session = session or continued.session
+            elif body.prompt is None:
                 prompt = await gateway.preparation.chat_prompt(model, body.conversation(model.limits), client=client)
             else:
                 special = body.add_special_tokens is not False
@@ -112,6 +124,6 @@ class PrefixHandlers:
                 cache_salt=body.cache_salt or "",
                 seconds=seconds,
                 client=client,
-                hints=call_hints(request.headers, session_of(body)),
+                hints=call_hints(request.headers, session),
             )
             return json_response(prefix_json(await unless_gone(request, gateway.prefix_hints.give(hint, action))))

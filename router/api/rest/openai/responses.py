@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 
@@ -20,6 +20,9 @@ from router.running.request import OBJECT_BYTES, GenerationRequest, Output
 from router.serving.choices import Hold
 from router.serving.generation import Generation
 from text.answer_parts import TextPart, ToolCallDelta
+
+Keep = Callable[[JsonObject], Awaitable[bool]]
+"""Stores a response. Returns False if it could not."""
 
 
 @dataclass(slots=True)
@@ -70,12 +73,17 @@ class ResponseAnswer:
         wants_logprobs: bool = False,
         wants_kept_reasoning: bool = False,
         wants_metrics: bool = False,
+        response_id: str = "",
+        keep: Keep | None = None,
         hold: Hold,
     ) -> None:
+        """`response_id`: made of `request_id` if empty. `keep` takes the whole answer before its reader has it."""
         self._generation = generation
         self._request = request
         self._wants_metrics = wants_metrics
         self._request_id = request_id
+        self._response_id = response_id or f"resp_{request_id}"
+        self._keep = keep
         self._echoed = echoed
         self._wants_logprobs = wants_logprobs
         self._wants_kept_reasoning = wants_kept_reasoning
@@ -94,7 +102,7 @@ class ResponseAnswer:
             async for _, output in outputs:
                 for _ in self._take(output):
                     pass  # the same as if it was streamed
-        return self._response(self._status())
+        return await self._kept(self._response(self._status()))
 
     async def events(self, within: AbstractContextManager[object]) -> AsyncGenerator[bytes, None]:
         """As `CompletionAnswer.events`."""
@@ -117,12 +125,20 @@ class ResponseAnswer:
                 self.failure = as_baton(error)
                 for item in self._items[-1:]:
                     item.is_whole = False
-                for part in self._event("response.failed", {"response": self._response("failed")}):
+                response = await self._kept(self._response("failed"))
+                for part in self._event("response.failed", {"response": response}):
                     yield part
                 return
             status = self._status()
-            for part in self._event(f"response.{status}", {"response": self._response(status)}):
+            response = await self._kept(self._response(status))
+            for part in self._event(f"response.{status}", {"response": response}):
                 yield part
+
+    async def _kept(self, response: JsonObject) -> JsonObject:
+        """`response`, which says whether it was stored."""
+        if self._keep is None or await self._keep(response):
+            return response
+        return {**response, "store": False}
 
     def _event(self, name: str, content: JsonObject) -> Iterator[bytes]:
         data = {"type": name, "sequence_number": self._num_events, **content}
@@ -235,7 +251,7 @@ class ResponseAnswer:
     def _response(self, status: str) -> JsonObject:
         params = self._request.sampling_params
         response: JsonObject = {
-            "id": f"resp_{self._request_id}",
+            "id": self._response_id,
             "object": "response",
             "created_at": self._created,
             "status": status,

@@ -1,7 +1,8 @@
-"""The body of `/v1/responses`. Nothing is stored here: each request brings its whole conversation."""
+"""The body of `/v1/responses`. It brings its whole conversation, or continues one that the router has stored."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from router.api.rest.openai.body_types import (
     refuse_unless,
 )
 from router.api.rest.openai.guided import schema_text
-from router.api.rest.openai.responses_input import InputItem, num_parts, turns_of
+from router.api.rest.openai.responses_input import InputItem, items_of, num_parts, turns_of
 from router.api.rest.openai.sampling_fields import parameters_in, with_sampling
 from router.api.rest.openai.tools import JsonObject, allowed_mode
 from text.conversation import (
@@ -119,7 +120,7 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
     chat_template: str | None = None
 
     # Of what is stored, as `store`.
-    previous_response_id: GivenRaw = UNSET
+    previous_response_id: str | None = None
     conversation: GivenRaw = UNSET
     prompt: GivenRaw = UNSET
     background: GivenRaw = UNSET
@@ -129,12 +130,18 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
     moderation: GivenRaw = UNSET
 
     choices: ClassVar[Choices] = Choices()
-    unsupported: ClassVar[tuple[str, ...]] = ("context_management", "max_tool_calls", "moderation")
-    stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "conversation",
+        "prompt",
+        "background",
+        "context_management",
+        "max_tool_calls",
+        "moderation",
+    )
+    stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id")  # which need a store of responses
 
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
-        refuse_if_asked(self, self.stored, "is not supported: nothing is stored; send the whole conversation")
         refuse_if_asked(self, self.unsupported)
         self.check_service_tier()
         for index, one in enumerate(self.include or ()):
@@ -201,11 +208,12 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
         names = {"max_tokens": "max_output_tokens", "guided": "text.format", "logprobs": "top_logprobs"}
         return names.get(name, name)
 
-    def response_conversation(self, limits: ModelLimits) -> Conversation:
+    def response_conversation(self, limits: ModelLimits, earlier: Sequence[InputItem] = ()) -> Conversation:
+        """`earlier`: items of the conversation that this one continues."""
         options = self.chat_template_kwargs or {}
         check_options(options, "chat_template_kwargs")
         return Conversation(
-            messages=named_results(self._messages(limits)),
+            messages=named_results(self._messages(limits, earlier)),
             tools=self._tools(),
             template_options=options,
             effort=check_effort(self._effort, "reasoning.effort"),
@@ -217,16 +225,16 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
     def _effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
 
-    def _messages(self, limits: ModelLimits) -> list[Json]:
+    def _messages(self, limits: ModelLimits, earlier: Sequence[InputItem]) -> list[Json]:
         messages = []
         if self.instructions:
             messages.append(make_message("instructions", role="system", content=self.instructions))
-        if isinstance(self.input, str):
-            return [*messages, make_message("input", role="user", content=self.input)]
-        check_messages(len(self.input), limits, "input")
-        check_num_parts(num_parts(self.input), "input")
+        given = items_of(self.input)
+        items = [("previous_response_id", item) for item in earlier] + given
+        check_messages(len(items) if given else 0, limits, "input")
+        check_num_parts(num_parts([item for _, item in items]), "input")
         values, ids = ValueCount(), CallIds()
-        return messages + [turn.message(values, ids) for turn in turns_of(self.input)]
+        return messages + [turn.message(values, ids) for turn in turns_of(items)]
 
     def _tools(self) -> Tools:
         check_num_tools(len(self.tools or ()), "tools")
@@ -270,7 +278,7 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
         given = {name: getattr(wanted, name) for name in ("type", "name", "description", "schema", "strict")}
         return {name: value for name, value in given.items() if value is not UNSET and value is not None}
 
-    def echoed(self) -> JsonObject:
+    def echoed(self, *, is_stored: bool = False) -> JsonObject:
         """What a response repeats of its request."""
         choice = self.tool_choice
         named = choice.json() if isinstance(choice, ResponseToolChoice) else None
@@ -280,9 +288,9 @@ class ResponsesBody(AnswerBody, kw_only=True, dict=True):
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id or None,
             "reasoning": {"effort": self._effort, "summary": self.reasoning.summary if self.reasoning else None},
-            "store": False,
+            "store": is_stored,
             "text": {"format": self._format()},
             "tool_choice": named or choice or "auto",
             "top_logprobs": self.top_logprobs or 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ FIELDS_OF_OTHERS = {kind: sorted({*chain.from_iterable(FIELDS.values())} - own) 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
-class Part(Body, kw_only=True):
+class Part(Body, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -35,7 +35,7 @@ class Part(Body, kw_only=True):
     logprobs: GivenRaw = UNSET
 
 
-class InputItem(Body, kw_only=True):
+class InputItem(Body, kw_only=True, omit_defaults=True):
     """One of several kinds, by `type`: a message, a function's call, its output, reasoning."""
 
     kinds = tuple(FIELDS)
@@ -91,16 +91,23 @@ class Turn:
         )
 
 
+def items_of(given: str | list[InputItem]) -> list[tuple[str, InputItem]]:
+    """The items of `input`, each with the client's name for it."""
+    if isinstance(given, str):
+        return [("input", InputItem(role="user", content=given))]
+    return [(f"input[{index}]", item) for index, item in enumerate(given)]
+
+
 def num_parts(items: Sequence[InputItem]) -> int:
     """How many parts all items have whose text is given in parts."""
     given = (text for item in items for text in (item.content, item.output, item.summary))
     return sum(len(text) for text in given if isinstance(text, list))
 
 
-def turns_of(items: list[InputItem]) -> list[Turn]:
+def turns_of(items: Iterable[tuple[str, InputItem]]) -> list[Turn]:
+    """`items` with the client's names for them."""
     turns: list[Turn] = []
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
+    for where, item in items:
         refuse_if_asked(item, item.unsupported, where=where)
         for name in FIELDS_OF_OTHERS.get(item.type, ()):
             if getattr(item, name) is not None:
