@@ -20,7 +20,7 @@ class Stage:
 class FinishedAttempt:
     """One call of a decode worker, or of the one that makes an embedding, in milliseconds since the request came."""
 
-    cause: str = ""  # "new", "retry", "migration" or "handover"
+    cause: str = ""  # "new", "retry", "migration", "handover" or "resumed"
     decode_worker: str = ""
     start_ms: float = 0.0
     end_ms: float = 0.0

@@ -117,6 +117,10 @@ router_picked_requests = _counter(
     "outcome",
     ("followed", "gone", "expired", "other", "unknown"),
 )
+router_batch_pauses = Counter(
+    "baton_router_batch_pauses",
+    "Times that a request of a batch left its worker, to go on later, because other requests came.",
+)
 router_stored_responses = _counter(
     "baton_router_stored_responses",
     "Responses (/v1/responses) that were stored, and what became of them. lost: one that should have been stored, and "

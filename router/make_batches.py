@@ -15,7 +15,10 @@ from router.api.rest.openai.files import FileHandlers
 from router.batches.lines import MAX_LINE_HEAD_BYTES
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
+from router.running.room import Room
 from router.serving.gateway import Gateway
+
+QUIET_S = 0.5  # without other requests, before a batch goes on: one that follows at once finds the workers free
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +37,11 @@ async def make_batches(settings: RouterSettings, gateway: Gateway, stack: contex
     except (OSError, sqlite3.Error) as error:
         raise StartupError(f"batch_file: cannot use {settings.batch_file}: {error}") from error
     stack.push_async_callback(asyncio.to_thread, store.close)
-    answers, admission = LineAnswers(), gateway.admission
+    admission = gateway.admission
+    demand, most = admission.demand, settings.batch_requests
+    room = Room(lambda: demand.num_of_clients, most=most, share=settings.batch_share, quiet_s=QUIET_S)
+    demand.changed = room.look
+    answers = LineAnswers(room)
 
     def max_line_bytes() -> int | None:
         is_known = settings.max_request_mb is not None or admission.registry.model is not None

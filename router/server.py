@@ -181,7 +181,7 @@ async def serve(
                 vital.start(live.run(), name="live page")
             if batches is not None:
                 batches.answers.app = limited
-                vital.start(batches.runner.run(), name="batches")
+                serving.append(vital.start(batches.runner.run(), name="batches"))
             if reload is not None:
                 vital.start(_watch_settings(reload), name="settings")
             if not process.is_replacement:
@@ -191,7 +191,7 @@ async def serve(
                 stack.push_async_callback(picker.stop)
             try:
                 await vital.failed_or(stop)
-                for task in serving:  # gRPC servers end by themselves from here on
+                for task in serving:  # gRPC servers end by themselves from here on; batches go on another time
                     task.cancel()
                 if picker is not None:
                     picker.drain(settings.drain_timeout)

@@ -143,6 +143,12 @@ class BatchSettings(Settings):
         "/v1/batches are not there",
     )
     batch_requests: int = Field(4, ge=1, le=4096, description="requests of batches at a time, in each router process")
+    batch_share: float = Field(
+        0.02,
+        ge=0,
+        description="requests of batches for each other request in flight, if there are any: 0.02 lets one run beside "
+        "50; further ones make way, and go on later",
+    )
     batch_priority: int = Field(
         0,
         ge=-MAX_PRIORITY,

@@ -16,6 +16,7 @@ from router.fleet.served_model import ServedModel
 from router.limits.admission import Ending
 from router.limits.clients import CallHints
 from router.running.request import GenerationRequest, Prompt
+from router.running.room import Room
 from router.serving.gateway import Gateway
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
@@ -34,6 +35,7 @@ class Call:
     request_id: str
     arrived_at: float  # time.monotonic()
     hints: CallHints
+    room: Room | None = None  # of batches, if it is a request of one
     timeout_s: float | None = None  # that the client has left; None if it set no deadline
 
 
@@ -51,7 +53,8 @@ async def requests_of(
     Raises `BatonError`: what `serving`, `check`, `prompts`, `requests` and `charged` raise.
     """
     client, admission, preparation = current_client.get(), gateway.admission, gateway.preparation
-    ending = within.enter_context(admission.running(call.interface, call.timeout_s, client))
+    of_batch = call.room is not None
+    ending = within.enter_context(admission.running(call.interface, call.timeout_s, client, of_batch=of_batch))
     model = await admission.serving(body.model or "")
     body.check()
     sampling = body.sampling()
@@ -75,6 +78,7 @@ async def requests_of(
         name=name,
         client=client,
         hints=call.hints,
+        room=call.room,
         choices=body.choices,
         choices_name=field_name,
         # The last events of a stream of responses repeat all that was said.

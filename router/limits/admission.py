@@ -176,15 +176,20 @@ class Admission:
         return self._worker_wait_s
 
     def running(
-        self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
+        self,
+        interface: str,
+        timeout_s: float | None = None,
+        client: ApiClient | None = None,
+        *,
+        of_batch: bool = False,
     ) -> AbstractContextManager[Ending]:
         """Use it around all work for one client request, so that draining waits for the work; counts how the request
         ended. gRPC cancels a handler if its client's deadline passes. With `timeout_s`, the time that the client has
         left, such a request counts as late and not as cancelled. Raises `OverloadedError` if `client` sends more
-        requests than it may.
+        requests than it may. `of_batch`: nobody waits for the answer.
         """
         late_at = math.inf if timeout_s is None else time.monotonic() + timeout_s - DEADLINE_SLACK_S
-        return _Running(self, interface, late_at, client)
+        return _Running(self, interface, late_at, client, of_batch)
 
     def charged(
         self,
@@ -235,16 +240,20 @@ class Admission:
         if not self._quotas.say_nothing:
             self._quotas.answered(client.name, client.tenant, num_tokens)
 
-    def began(self) -> None:
+    def began(self, of_batch: bool) -> None:
         self._num_running += 1
         self.demand.num_running += 1
+        self.demand.num_of_batches += of_batch
+        self.demand.changed()
         self.demand.arrived()
         self._idle.clear()
         metrics.router_requests_running.set(self._num_running)
 
-    def ended(self, interface: str, outcome: str) -> None:
+    def ended(self, interface: str, outcome: str, of_batch: bool) -> None:
         self._num_running -= 1
         self.demand.num_running -= 1
+        self.demand.num_of_batches -= of_batch
+        self.demand.changed()
         metrics.router_requests_running.set(self._num_running)
         _counted(interface, outcome).inc()
         if self._num_running == 0:
@@ -254,17 +263,20 @@ class Admission:
 class _Running:
     """See `Admission.running`. A generator would cost each request more."""
 
-    __slots__ = ("_admission", "_client", "_ending", "_interface", "_late_at")
+    __slots__ = ("_admission", "_client", "_ending", "_interface", "_late_at", "_of_batch")
 
-    def __init__(self, admission: Admission, interface: str, late_at: float, client: ApiClient | None) -> None:
+    def __init__(
+        self, admission: Admission, interface: str, late_at: float, client: ApiClient | None, of_batch: bool
+    ) -> None:
         self._admission = admission
         self._interface = interface
         self._late_at = late_at
         self._client = client
+        self._of_batch = of_batch
         self._ending = Ending()
 
     def __enter__(self) -> Ending:
-        self._admission.began()
+        self._admission.began(self._of_batch)
         try:
             self._admission.charge(self._client)
         except BaseException as error:
@@ -279,7 +291,7 @@ class _Running:
             self._ending.outcome = "deadline_exceeded" if time.monotonic() >= self._late_at else "cancelled"
         elif isinstance(error, Exception):
             self._ending.outcome = "internal"
-        self._admission.ended(self._interface, self._ending.outcome)
+        self._admission.ended(self._interface, self._ending.outcome, self._of_batch)
 
 
 class _Charged:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 import grpc
 
@@ -22,11 +22,18 @@ class Demand:
         self._epoch = secrets.token_hex(8)
         self.num_running = 0  # with those that wait
         self.num_waiting = 0
+        self.num_of_batches = 0  # of those that run
+        self.changed: Callable[[], None] = lambda: None  # called when `num_of_clients` may have changed
         self.num_requests = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_unserved = 0
         self._news = asyncio.Event()
+
+    @property
+    def num_of_clients(self) -> int:
+        """Requests that run or wait and are of no batch, in all processes of the router."""
+        return self.num_running - self.num_of_batches
 
     def arrived(self) -> None:
         self.num_requests += 1

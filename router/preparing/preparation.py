@@ -41,6 +41,7 @@ from router.running.beams import beam_params, beam_sampling
 from router.running.embedding import MAX_DIMENSIONS, EmbedRequest, check_num_values
 from router.running.prefix_hints import PrefixHint
 from router.running.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
+from router.running.room import Room
 from router.running.threads import SHORT, TextThreads
 from text import generic_tools
 from text.answer_form import AnswerForm
@@ -287,15 +288,16 @@ class Preparation:
         name: FieldName = str,
         client: ApiClient | None = None,
         hints: CallHints | None = None,
+        room: Room | None = None,
         choices: Choices = ONE_ANSWER,
         choices_name: FieldName = str,
         is_whole: bool = False,
     ) -> list[GenerationRequest]:
         """One for each answer to each of a body's prompts; answers to one prompt are side by side. Validates all of it,
         `sampling` once. `timeout_s` is the client's own deadline, counted from `arrived_at` and no longer than the
-        router's; `client` is whose key came with the request, `hints` what came beside it; `slo` are latency targets,
-        checked; `choices` are asked for to each prompt, and `choices_name` says how the client calls their fields.
-        `is_whole`: whether answers are kept until they are whole."""
+        router's; `client` is whose key came with the request, `hints` what came beside it, `room` that of a batch;
+        `slo` are latency targets, checked; `choices` are asked for to each prompt, and `choices_name` says how the
+        client calls their fields. `is_whole`: whether answers are kept until they are whole."""
         if request_id:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
@@ -343,6 +345,7 @@ class Preparation:
                 deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
                 client=client or NOBODY,
                 session=_session(client, hints),
+                room=room,
                 notes=prompt.notes,
                 explain=hints is not None and hints.explain,
                 prompt_field=prompt.field,

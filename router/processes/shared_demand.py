@@ -8,7 +8,7 @@ from protos.baton.v1 import demand_pb2
 from router.limits.demand import MIN_INTERVAL_S, Demand
 from router.processes.shared_ledger import TOTAL, SharedLedger
 
-RUNNING, WAITING = "running requests", "waiting requests"
+RUNNING, WAITING, OF_BATCHES = "running requests", "waiting requests", "running requests of batches"
 REQUESTS, PROMPT_TOKENS = f"{TOTAL}requests", f"{TOTAL}prompt tokens"
 OUTPUT_TOKENS, UNSERVED = f"{TOTAL}output tokens", f"{TOTAL}unserved requests"
 
@@ -20,23 +20,36 @@ class SharedDemand(Demand):
         super().__init__()
         self._epoch = epoch
         self._ledger = ledger
+        self._num_elsewhere = 0  # requests of clients in other processes
 
     async def keep_shared(self) -> None:
         """Writes the counters until it is cancelled."""
         told = None
         while True:
             self._share()
+            if (elsewhere := self._clients_elsewhere()) != self._num_elsewhere:
+                self._num_elsewhere = elsewhere
+                self.changed()
             sums = self.to_proto()
             if sums != told:
                 told = sums
                 self.tell()
             await asyncio.sleep(MIN_INTERVAL_S)
 
+    @property
+    def num_of_clients(self) -> int:
+        return super().num_of_clients + self._num_elsewhere
+
+    def _clients_elsewhere(self) -> int:
+        """Just after `_share`, so that the sums have this process's numbers as they are."""
+        return max(0, self._ledger.total(RUNNING) - self._ledger.total(OF_BATCHES) - super().num_of_clients)
+
     def _share(self) -> None:
         self._ledger.put(
             {
                 RUNNING: self.num_running,
                 WAITING: self.num_waiting,
+                OF_BATCHES: self.num_of_batches,
                 REQUESTS: self.num_requests,
                 PROMPT_TOKENS: self.num_prompt_tokens,
                 OUTPUT_TOKENS: self.num_output_tokens,

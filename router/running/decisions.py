@@ -25,7 +25,7 @@ class Decision:
     time: float  # seconds since 1970
     request_id: str
     client: str  # name of the API key
-    cause: str  # "new", "retry", "migration", "handover"; "refused": it would have gone there, but too late
+    cause: str  # "new", "retry", "migration", "handover", "resumed"; "refused": it would have gone there, but too late
     prompt_tokens: int
     cached_tokens: int  # that the decode worker was thought to have
     decode_worker: str

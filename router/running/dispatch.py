@@ -51,15 +51,21 @@ class Dispatcher:
         self._attempts = Attempts(registry, self._retries.budget, clock, routes.first_tokens)
         self._clock = clock
 
-    async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
-        """Yields tokens until one batch has a `finish_reason`; fills `progress` as it goes.
+    async def run(
+        self, request: GenerationRequest, progress: Progress, sent: list[int] | None = None
+    ) -> AsyncGenerator[NewTokens, None]:
+        """Yields tokens until one batch has a `finish_reason`; fills `progress` as it goes. `sent`: tokens that the
+        caller has from a run that was left before its end; this run adds its own.
 
         Raises `UnavailableError` if no decode worker is left, `OverloadedError` if all refuse or its first token
         cannot come in time,
         `DeadlineError`, `SlowReaderError`, `InvalidArgumentError` if a worker refuses the request itself.
         """
         self._retries.budget.request()
-        sent: list[int] = []  # tokens that the caller has
+        sent = [] if sent is None else sent  # tokens that the caller has
+        if ended := _ended_by(request, sent):
+            yield ended
+            return
         route = await self._routes.route(request)
         decision = await self._pick(request, route, progress, None)
         while True:
@@ -108,12 +114,15 @@ class Dispatcher:
             first_token = self._routes.first_token(request) if progress.first_token_at is None else None
             return self._routes.pick(routing_request(request, route, first_token))
 
-        decision = self._routes.picked(request, route) if lost is None else None
+        is_new = lost is None and not progress.num_pauses
+        decision = self._routes.picked(request, route) if is_new else None
         if decision is None:
             decision = await self._retries.pick(pick, request.deadline, lost)
-            if lost is None:
+            if is_new:
                 self._routes.admit(request, decision)
-        cause = "new" if lost is None else "migration" if progress.num_output_tokens else "retry"
+        cause = (
+            "new" if is_new else "resumed" if lost is None else "migration" if progress.num_output_tokens else "retry"
+        )
         self._routes.note(request, route, progress, decision, cause)
         return decision
 

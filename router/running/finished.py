@@ -113,7 +113,7 @@ class Finished:
             if kept.ended_at < since:
                 break
             first = kept.progress.first_token_at
-            if kept.ending.status == "ok" and first is not None:
+            if kept.ending.status == "ok" and first is not None and not kept.progress.num_pauses:
                 found.append(Pace(1000 * (first - kept.arrived_at), kept.progress.tpot_ms))
         return found
 

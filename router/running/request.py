@@ -19,6 +19,7 @@ from protos.messages import message_of
 from router.fleet.served_model import ServedModel
 from router.limits.clients import NOBODY, ApiClient, Charge
 from router.limits.targets import NO_SLO, Slo
+from router.running.room import Room
 from text.answer_form import AnswerForm
 from text.answer_parts import Part, Reading, ToolCallDelta
 from text.conversation import Tools
@@ -119,6 +120,7 @@ class GenerationRequest:
     charge: Charge = field(default_factory=Charge)
     beams: BeamSearchParams | None = None  # the answers to the prompt are those of a beam search
     traced: Traced | None = None  # None: it is not sampled
+    room: Room | None = None  # which it has to make way in for others, as a request of a batch; None: it stays
     is_follow_up: bool = False  # a further step of a request whose way was told of
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
     picked: str = ""  # what an endpoint picker chose, signed (`router.running.picks`)
@@ -207,7 +209,7 @@ class Attempt:
     """One call of a decode worker, or of the worker that makes an embedding. Times are seconds of the monotonic
     clock."""
 
-    cause: str  # "new", "retry", "migration" or "handover"
+    cause: str  # "new", "retry", "migration", "handover", or "resumed" after it made way
     decode_worker: str
     started_at: float
     first_token_at: float | None = None
@@ -236,6 +238,7 @@ class Progress:
     num_prompt_logprobs: int = 0  # that the caller has
     is_with_reader: bool = False  # a piece of the answer is being read: nothing waits for the next one
     abort_reason: str = ""  # why an operator ends it
+    num_pauses: int = 0  # how often it made way for others: its times then say nothing of the fleet
     num_inputs: int = 0  # of a request for embeddings; `attempts` are of the first ones, side by side
 
     @property

@@ -184,12 +184,14 @@ def _observe(request: GenerationRequest, progress: Progress) -> None:
     metrics.router_prompt_tokens.observe(usage.prompt_tokens)
     metrics.router_output_tokens.observe(usage.completion_tokens)
     metrics.router_cached_tokens.inc(usage.cached_tokens)
+    if progress.report.fallback_reason:
+        metrics.router_fallbacks.inc()
+    if progress.num_pauses:  # its times are those of others
+        return
     metrics.router_ttft.observe(timings.ttft_ms / 1000, exemplar)
     metrics.router_e2e.observe(timings.total_ms / 1000, exemplar)
     if usage.completion_tokens > 1:
         metrics.router_tpot.observe(rest_ms / 1000 / (usage.completion_tokens - 1), exemplar)
-    if progress.report.fallback_reason:
-        metrics.router_fallbacks.inc()
     _stage("router_queue").inc(progress.queue_s)
     _stage("queue").inc(timings.queue_ms / 1000)
     _stage("prefill").inc(timings.prefill_ms / 1000)

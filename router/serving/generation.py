@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
 
+from common import metrics
 from common.beam_search import Beam
 from common.errors import AbortedError
 from common.types import FinishReason, SampledToken
@@ -42,10 +45,11 @@ class Generation:
         iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress(queued_at=time.monotonic())
         with self._endings.watching(request, progress):
-            async with self._turn(request):
+            async with self._turn(request) if request.room is None else contextlib.nullcontext():
                 progress.turn_at = time.monotonic()
                 answer, texts = _OutputMaker(request, progress), progress.texts
-                async with aclosing(self._dispatcher.run(request, progress)) as run:
+                tokens = self._dispatcher.run if request.room is None else self._in_turns
+                async with aclosing(tokens(request, progress)) as run:
                     async for new in run:
                         for output in answer.outputs(new):
                             self._admission.answered(request.client, len(output.tokens))
@@ -64,6 +68,44 @@ class Generation:
     async def choose(self, request: GenerationRequest) -> tuple[Route, RoutingDecision]:
         """See `Dispatcher.choose`."""
         return await self._dispatcher.choose(request)
+
+    async def _in_turns(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
+        """`Dispatcher.run` for a request of a batch: only while there is room, and from where it stopped."""
+        assert request.room is not None  # noqa: S101 - the caller has looked
+        sent: list[int] = []
+        while True:
+            waits_at = time.monotonic()
+            async with request.room.place() as place:
+                # Its deadline is for the time in which workers may have it.
+                request = replace(request, deadline=request.deadline + time.monotonic() - waits_at)
+                async with self._turn(request):
+                    arrived: asyncio.Queue[NewTokens | None] = asyncio.Queue()
+                    asking = asyncio.create_task(self._ask(request, progress, sent, arrived))
+                    place.on_way(asking.cancel)
+                    try:
+                        while (new := await arrived.get()) is not None:
+                            yield new
+                            if new.finish_reason is not None:
+                                return
+                    finally:
+                        asking.cancel()
+                        await asyncio.gather(asking, return_exceptions=True)
+                    if not (asking.cancelled() and place.makes_way):
+                        asking.result()
+            progress.num_pauses += 1
+            progress.lost("made way for others", time.monotonic())
+            metrics.router_batch_pauses.inc()
+
+    async def _ask(
+        self, request: GenerationRequest, progress: Progress, sent: list[int], arrived: asyncio.Queue[NewTokens | None]
+    ) -> None:
+        """Puts what comes into `arrived`, and None in the end."""
+        try:
+            async with aclosing(self._dispatcher.run(request, progress, sent)) as run:
+                async for new in run:
+                    arrived.put_nowait(new)
+        finally:
+            arrived.put_nowait(None)
 
     async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `charged`."""

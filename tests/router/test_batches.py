@@ -15,6 +15,7 @@ import pytest
 
 from common.config import RouterSettings
 from common.errors import StartupError
+from protos.baton.v1 import demand_pb2, demand_pb2_grpc
 from router.batches.lines import read_lines, split
 from router.batches.records import Batch, BatchLine, BatchStatus, LineAnswer, LineError
 from router.batches.runner import BatchRunner, new_batch_id, new_file_id
@@ -22,7 +23,7 @@ from router.batches.store import BatchStore
 from router.limits.clients import NOBODY, ApiClient
 from router.server import serve
 from tests.each_case import each_case
-from tests.router.conftest import SETTINGS, RunningRouter, StartRouter
+from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, sample
 from tests.support.fake_worker import ANSWER, FakeWorker
 
 CHAT = "/v1/chat/completions"
@@ -204,6 +205,35 @@ async def test_tenants_see_their_own(worker: FakeWorker, start_router: StartRout
     async with asyncio.timeout(20):
         while (batch := await alice.batches.retrieve(batch.id)).status != "completed":  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+async def test_a_line_makes_way_and_goes_on_where_it_stopped(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.hang_after = 2
+    pauses = sample("baton_router_batch_pauses_total")
+    batch = asyncio.create_task(run(router, jsonl(line("a"))))
+    await asyncio.wait_for(worker.asked.wait(), 20)
+    watching = demand_pb2_grpc.DemandServiceStub(router.channel).WatchDemand(demand_pb2.WatchDemandRequest())
+    async for demand in watching:
+        if demand.num_output_tokens_total == 2:
+            break
+    watching.cancel()
+    [first] = worker.requests
+    worker.hang_after = None
+    for _ in range(3):  # one after the other: no line comes between them
+        answer = await router.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Now"}], max_tokens=100
+        )
+        assert answer.choices[0].message.content == ANSWER
+    assert worker.cancelled.is_set()
+    ended_batch = await batch
+    [told] = await content(router, ended_batch.output_file_id)
+    assert told["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
+    *others, again = worker.requests[1:]
+    assert len(others) == 3
+    assert again.request_id == first.request_id
+    assert list(again.output_token_ids) == worker.answer[: len(again.output_token_ids)]
+    assert len(again.output_token_ids) == 2
+    assert sample("baton_router_batch_pauses_total") == pauses + 1
 
 
 async def test_a_file_that_is_no_store(tmp_path: Path) -> None:

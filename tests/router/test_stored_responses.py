@@ -186,7 +186,7 @@ async def test_tenants_see_their_own(worker: FakeWorker, start_router: StartRout
     for call in (eve.retrieve(first.id), eve.delete(first.id), eve.input_items.list(first.id)):
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await call
-    with pytest.raises(openai.BadRequestError, match="previous_response_id: .* does not exist"):
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id: .* does not exist"):
         await eve.create(model="tiny", input="x", previous_response_id=first.id)
     second = await bob.create(model="tiny", input="When?", previous_response_id=first.id)
     assert second.previous_response_id == first.id

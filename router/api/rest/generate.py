@@ -17,6 +17,7 @@ from router.api.rest.anthropic.count_tokens import begin
 from router.api.rest.anthropic.messages import MessageAnswer
 from router.api.rest.anthropic.messages_body import MessagesBody
 from router.api.rest.http.errors import request_id_headers
+from router.api.rest.in_process import ROOM
 from router.api.rest.openai.answer import CompletionAnswer
 from router.api.rest.openai.body_types import refuse_if_asked
 from router.api.rest.openai.disconnect import EventStream, json_answer, unless_gone
@@ -35,6 +36,7 @@ from router.limits.admission import Ending
 from router.limits.clients import call_hints
 from router.limits.gate import HeldBytes
 from router.running.request import GenerationRequest, Prompt
+from router.running.room import Room
 from router.serving.choices import Hold
 from router.serving.gateway import Gateway
 
@@ -192,7 +194,8 @@ class GenerationHandlers:
         request_id = request_id_of(request, body.request_id)
         hints = call_hints(request.headers, body.session() or session)
         held: HeldBytes = request.state.held_bytes  # what comes of the body counts like the body
-        call = Call(interface="rest", request_id=request_id, arrived_at=arrived_at, hints=hints)
+        room: Room | None = getattr(request.state, ROOM, None)
+        call = Call(interface="rest", request_id=request_id, arrived_at=arrived_at, hints=hints, room=room)
         ask = partial(self._answer, body, prompts, make_answer, call, held.grow)
         headers = request_id_headers(request_id, request.scope["path"])
         if not body.stream:

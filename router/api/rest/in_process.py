@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Scope
 
 from router.batches.records import LineAnswer
+from router.running.room import Room
+
+ROOM = "room"  # of a request's state: that of batches, whose requests have no time limit but their batch's
 
 
-async def post(app: ASGIApp, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> LineAnswer:
-    """The whole answer. Cancelling this ends the request, as if its client had left."""
+async def post(
+    app: ASGIApp, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (), *, room: Room | None = None
+) -> LineAnswer:
+    """The whole answer. Cancelling this ends the request, as if its client had left. `room`: see `ROOM`."""
     status, request_id = 500, ""
     parts: list[bytes] = []
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
@@ -44,7 +49,7 @@ async def post(app: ASGIApp, path: str, body: bytes, headers: Sequence[tuple[byt
         "headers": [(b"content-type", b"application/json"), *headers],
         "client": None,
         "server": None,
-        "state": {},
+        "state": {} if room is None else {ROOM: room},
     }
     await app(scope, receive, send)
     return LineAnswer(status, request_id, b"".join(parts))

@@ -13,6 +13,7 @@ from router.api.rest.http.auth import OPEN_PATHS
 from router.api.rest.http.error_body import HeadTooLargeError
 from router.api.rest.http.errors import error_response
 from router.api.rest.http.protocol import MAX_HEAD_BYTES
+from router.api.rest.in_process import ROOM
 from router.limits.gate import Gate
 
 
@@ -49,8 +50,9 @@ class LimitMiddleware:
             has_begun = True
             await send(message)  # type: ignore[arg-type]
 
+        limit_s = None if ROOM in scope["state"] else self._gate.limits.answer_timeout_s
         try:
-            async with asyncio.timeout(self._gate.limits.answer_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self._app(scope, receive, sending)
         except TimeoutError:
             if not has_begun:

@@ -16,10 +16,12 @@ from router.api.rest.in_process import post
 from router.api.rest.openai.body_types import Body
 from router.api.rest.openai.files import page
 from router.api.rest.openai.parsing import read
+from router.batches.lines import EMBEDDINGS
 from router.batches.records import Batch, BatchLine, LineAnswer
 from router.batches.runner import BatchRunner, new_batch_id
 from router.batches.store import BatchStore
 from router.limits.admission import Admission
+from router.running.room import Room
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_WINDOW_H = 24 * 7
@@ -74,15 +76,20 @@ class BatchHandlers:
 
 
 class LineAnswers:
-    """Has the lines of batches answered as requests of the clients whose batches they are."""
+    """Has the lines of batches answered as requests of the clients whose batches they are, when there is room."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room) -> None:
+        self._room = room
         self.app: ASGIApp | None = None  # set once it is made
 
     async def __call__(self, batch: Batch, line: BatchLine) -> LineAnswer:
         assert self.app is not None  # noqa: S101 - batches are worked at when the router serves
         current_client.set(batch.client)  # of this line's task
-        return await post(self.app, batch.endpoint, line.body)
+        async with self._room.place():
+            if batch.endpoint == EMBEDDINGS:  # which is short, and makes no way
+                return await post(self.app, batch.endpoint, line.body, room=self._room)
+        # Generation takes a place of its own, and leaves it when others come.
+        return await post(self.app, batch.endpoint, line.body, room=self._room)
 
 
 def _hours(window: str) -> int:

@@ -19,6 +19,7 @@ from common.errors import InvalidArgumentError
 from common.validation import ModelLimits
 from protos.baton.v1 import embed_pb2
 from router.api.api_keys import current_client
+from router.api.rest.in_process import ROOM
 from router.api.rest.openai.body_types import several
 from router.api.rest.openai.chat_messages import ChatInPlace
 from router.api.rest.openai.disconnect import json_answer
@@ -125,15 +126,16 @@ class EmbeddingHandlers:
         body = await read(EmbeddingsBody, request, self._gateway.admission)
         request_id = request_id_of(request, body.request_id)
         hints = call_hints(request.headers)
-        parts = self._embed(body, request_id, arrived_at, hints)
+        of_batch = getattr(request.state, ROOM, None) is not None
+        parts = self._embed(body, request_id, arrived_at, hints, of_batch)
         return await json_answer(request, parts, {"X-Request-Id": request_id})
 
     async def _embed(
-        self, body: EmbeddingsBody, request_id: str, arrived_at: float, hints: CallHints
+        self, body: EmbeddingsBody, request_id: str, arrived_at: float, hints: CallHints, of_batch: bool
     ) -> AsyncGenerator[bytes, None]:
         client = current_client.get()
         gateway = self._gateway
-        with gateway.admission.running("rest", client=client):
+        with gateway.admission.running("rest", client=client, of_batch=of_batch):
             model = await gateway.admission.serving(body.model or "")
             body.check()
             prompts = await self._prompts(model, body)

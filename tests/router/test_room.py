@@ -1,0 +1,148 @@
+"""When requests of batches may be with workers, and which make way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from router.running.room import Place, Room
+
+
+class Fleet:
+    """Requests of batches that ask for room beside others."""
+
+    def __init__(self, **given: float) -> None:
+        self.num_others = 0
+        self.room = Room(lambda: self.num_others, **{"most": 2, "share": 0.0, **given})  # type: ignore[arg-type]
+        self.inside: list[str] = []
+        self.stopped: list[str] = []
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, *names: str) -> None:
+        for name in names:
+            self.tasks[name] = asyncio.create_task(self._run(name))
+
+    async def _run(self, name: str) -> None:
+        async with self.room.place() as place:
+            self.inside.append(name)
+            try:
+                await self._hold(place)
+                self.stopped.append(name)
+            finally:
+                self.inside.remove(name)
+
+    async def _hold(self, place: Place) -> None:
+        stopped = asyncio.Event()
+        place.on_way(stopped.set)
+        await stopped.wait()
+
+    async def others(self, number: int) -> None:
+        self.num_others = number
+        self.room.look()
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_all_have_the_fleet_if_nobody_else_asks() -> None:
+    fleet = Fleet()
+    fleet.begin("a", "b", "c")
+    await settled()
+    assert fleet.inside == ["a", "b"]
+    fleet.tasks["a"].cancel()
+    await settled()
+    assert fleet.inside == ["b", "c"]
+
+
+async def test_they_make_way_and_come_back() -> None:
+    fleet = Fleet()
+    fleet.begin("a", "b")
+    await settled()
+    await fleet.others(1)
+    assert (fleet.inside, sorted(fleet.stopped)) == ([], ["a", "b"])
+    fleet.begin("c", "d")
+    await settled()
+    assert fleet.inside == []
+    await fleet.others(0)
+    assert fleet.inside == ["c", "d"]
+
+
+async def test_a_share_goes_on_beside_others() -> None:
+    fleet = Fleet(share=0.1)
+    await fleet.others(9)
+    fleet.begin("a", "b", "c")
+    await settled()
+    assert fleet.inside == []
+    await fleet.others(10)
+    assert fleet.inside == ["a"]
+    await fleet.others(1000)
+    assert fleet.inside == ["a", "b"]
+    await fleet.others(19)
+    assert (fleet.inside, fleet.stopped) == (["a"], ["b"])
+    await fleet.others(0)
+    assert fleet.inside == ["a", "c"]
+
+
+async def test_quiet_comes_first() -> None:
+    now = 0.0
+    fleet = Fleet(quiet_s=5.0, clock=lambda: now)  # type: ignore[arg-type]
+    fleet.begin("a")
+    await settled()
+    assert fleet.inside == ["a"], "nobody has asked before"
+    await fleet.others(1)
+    now = 100.0
+    await fleet.others(0)
+    fleet.begin("b")
+    await settled()
+    assert fleet.inside == [], "quiet begins with the last one's end"
+    now = 104.9
+    fleet.room.look()
+    await settled()
+    assert fleet.inside == []
+    now = 105.0
+    fleet.room.look()
+    await settled()
+    assert fleet.inside == ["b"]
+
+
+@pytest.mark.parametrize("leaves", [lambda fleet: fleet.tasks["c"].cancel(), lambda _: None])
+async def test_a_turn_that_nobody_takes_is_the_next_ones(leaves: Callable[[Fleet], object]) -> None:
+    fleet = Fleet(most=1)
+    fleet.begin("a", "c", "d")
+    await settled()
+    fleet.tasks["a"].cancel()
+    leaves(fleet)  # with its turn on the way, or before
+    await settled()
+    assert len(fleet.inside) == 1
+    leaves(fleet)
+    await settled()
+    fleet.tasks[fleet.inside[0]].cancel()
+    await settled()
+    assert len(fleet.inside) <= 1
+    for task in fleet.tasks.values():
+        task.cancel()
+    await asyncio.gather(*fleet.tasks.values(), return_exceptions=True)
+    assert fleet.inside == []
+    fleet.begin("e")
+    await settled()
+    assert fleet.inside == ["e"]
+
+
+async def test_others_that_come_while_a_turn_is_on_its_way() -> None:
+    fleet = Fleet()
+    await fleet.others(1)
+    fleet.begin("a")
+    await settled()
+    fleet.num_others = 0
+    fleet.room.look()  # its turn is on the way
+    fleet.num_others = 1
+    fleet.room.look()
+    await settled()
+    assert fleet.inside == []
+    await fleet.others(0)
+    assert fleet.inside == ["a"]
