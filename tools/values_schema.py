@@ -32,8 +32,7 @@ _OWNED = {
     "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
     "endpoint_picker_listen", "endpoint_picker_address", "endpoint_picker_replicas", "endpoint_picker_key_file",
     "endpoint_picker_tls",
-    "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_max_stored_mb",
-        "batch_keep_days",
+    "batch_file", "response_file",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip
@@ -81,6 +80,7 @@ QUANTITY: Schema = {
     ]
 }
 NAME: Schema = {"type": "string", "pattern": r"^([a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"}
+STORAGE_CLASS: Schema = {"type": "string", "pattern": "^(-|[a-z0-9.-]*)$"}
 DURATION: Schema = {"type": "string", "pattern": r"^([0-9]+h)?([0-9]+m)?([0-9]+s)?$"}
 WHO: Schema = {"type": "string", "pattern": r"^[A-Za-z0-9._@-]{1,64}$"}
 PATH_OR_EMPTY: Schema = {"type": "string", "pattern": r"^(/.*)?$"}
@@ -166,6 +166,12 @@ def _never_zero() -> Schema:
     }
 
 
+def _alone_if_it_keeps() -> Schema:
+    """What a router keeps is a file of one pod: another pod, if it was asked, would not know it."""
+    keeps = [{"properties": {name: {"const": True}}, "required": [name]} for name in ("batches", "responses")]
+    return {"if": {"anyOf": keeps}, "then": {"properties": {"replicas": {"maximum": 1}}}}
+
+
 def values_schema() -> Schema:
     root = obj(
         nameOverride=NAME,
@@ -206,7 +212,7 @@ def values_schema() -> Schema:
                 type=one_of("pvc", "existingClaim", "hostPath"),
                 claimName=NAME,
                 hostPath=PATH_OR_EMPTY,
-                storageClassName={"type": "string", "pattern": "^(-|[a-z0-9.-]*)$"},
+                storageClassName=STORAGE_CLASS,
                 volumeName=NAME,
                 accessMode=one_of("ReadWriteOnce", "ReadWriteMany"),
                 size=SIZE,
@@ -217,6 +223,9 @@ def values_schema() -> Schema:
             replicas=integer(0),
             processes={"type": "integer", "minimum": 1, "maximum": MAX_PROCESSES},
             settings=ref("routerSettings"),
+            batches=BOOLEAN,
+            responses=BOOLEAN,
+            storage=obj(existingClaim=NAME, storageClassName=STORAGE_CLASS, size=SIZE, keep=BOOLEAN),
             drainTimeoutSeconds=SECONDS,
             preStopSeconds=integer(1),
             service=obj(
@@ -224,7 +233,8 @@ def values_schema() -> Schema:
             ),
             strategy=ref("strategy"),
             **PLACEMENT,
-        ),
+        )
+        | _alone_if_it_keeps(),
         lmcache=obj(
             enabled=BOOLEAN,
             image=STRING,

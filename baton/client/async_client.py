@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
+from baton.client.admin import AsyncAdmin
 from baton.client.base_client import BaseClient, Metadata
 from baton.client.call_errors import to_baton_error
 from baton.client.fleet import fleet_worker
@@ -37,7 +38,15 @@ from baton.client.requests import (
 )
 from common.finished_request import FinishedRequest
 from common.grpc.streams import MessageStream
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.baton.v1 import (
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from protos.messages import value_of
 
 Call = (
@@ -220,13 +229,24 @@ class AsyncClient(BaseClient[AsyncAnswer]):
         """Does what `Client.profile_worker` does."""
         asked = profile_message(address, num_steps, timeout_s)
         worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        if address:
+            return profile_of([part async for part in self._parts(self._fleet.ProfileWorker, asked)])
         try:
-            parts: AsyncIterator[worker_pb2.ProfilePart] = (
-                aiter(self._fleet.ProfileWorker(asked, timeout=self._timeout, metadata=self._metadata))
-                if address
-                else aiter(worker.Profile(asked.profile, timeout=self._timeout))
-            )
-            return profile_of([part async for part in parts])
+            return profile_of([part async for part in worker.Profile(asked.profile, timeout=self._timeout)])
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
+
+    @property
+    def admin(self) -> AsyncAdmin:
+        """What operators order of the router and its workers."""
+        return AsyncAdmin(admin_pb2_grpc.AdminServiceStub(self._channel), self._ask, self._parts)
+
+    async def _parts(
+        self, method: grpc.aio.UnaryStreamMultiCallable[Request, worker_pb2.ProfilePart], request: Request
+    ) -> AsyncIterator[worker_pb2.ProfilePart]:
+        try:
+            async for part in method(request, timeout=self._timeout, metadata=self._metadata):
+                yield part
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 

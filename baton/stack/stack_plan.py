@@ -32,6 +32,7 @@ from common.config import (
     LimitSettings,
     ObserveSettings,
     PolicySettings,
+    ResponseSettings,
     RouterSettings,
     Settings,
     TlsSettings,
@@ -53,7 +54,7 @@ _FLEET_TIMEOUT_S = 10.0
 _MANY_WORKERS = 11  # simulated ones, from which on each tells only warnings unless --log-level is given
 _OF_ROUTER = [
     field
-    for settings in (PolicySettings, LimitSettings, WebSettings, BatchSettings, ObserveSettings)
+    for settings in (PolicySettings, LimitSettings, WebSettings, BatchSettings, ResponseSettings, ObserveSettings)
     for field in settings.model_fields
 ]
 _SECURED = {env_name(field) for field in ("api_keys_file", *TlsSettings.model_fields)}

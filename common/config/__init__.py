@@ -27,6 +27,7 @@ from common.config.router import (
     LimitSettings,
     ObserveSettings,
     PolicySettings,
+    ResponseSettings,
     RouterSettings,
     WebSettings,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "PolicySettings",
     "Port",
     "Positive",
+    "ResponseSettings",
     "RouterSettings",
     "Settings",
     "SimulateSettings",

@@ -13,6 +13,7 @@ from common.config.router import (
     LimitSettings,
     ObserveSettings,
     PolicySettings,
+    ResponseSettings,
     WebSettings,
 )
 from common.config.worker import ConnectorSettings, EngineSettings
@@ -25,6 +26,7 @@ class UpSettings(
     LimitSettings,
     WebSettings,
     BatchSettings,
+    ResponseSettings,
     ObserveSettings,
     LogSettings,
 ):

@@ -79,6 +79,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "tls.enabled": True,
     },
     "secret": {"autoscaler.tls": {"mode": "secret", "secretName": "metrics-tls"}},
+    "router keeps": {"router.batches": True, "router.responses": True, "router.replicas": 1},
 }
 _WITH_ALL_FILES = ("keda", "TLS, everything")
 each_variant_and_file = pytest.mark.parametrize(
@@ -123,6 +124,8 @@ def test_every_object_is_valid(variant: str, file: str | None, kube: str) -> Non
     [
         ({"router.replicas": "two"}, "router.replicas"),
         ({"router.replica": 2}, "router"),
+        ({"router.batches": True}, "router.replicas"),
+        ({"router.responses": True, "router.replicas": 2}, "router.replicas"),
         ({"prefill.settings.chunk_sise": 4}, "prefill.settings"),
         ({"prefill.settings.chunk_size": 0}, "prefill.settings.chunk_size"),
         ({"decode.settings.listen": "0.0.0.0:1"}, "decode.settings"),
@@ -240,6 +243,26 @@ def test_model_and_kv_go_where_they_are_mounted() -> None:
     assert mounts["kv"]["mountPath"] == "/kv"
     claim = find(objects, "PersistentVolumeClaim", "demo-baton-kv")
     assert claim["spec"] == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}
+
+
+@pytest.mark.parametrize("kind", ["batches", "responses"])
+def test_what_a_router_keeps_is_on_a_volume(kind: str) -> None:
+    objects = render({f"router.{kind}": True, "router.replicas": 1, "router.storage.size": "5Gi"})
+    settings = settings_of(objects, "demo-baton-router")
+    name = {"batches": "batch_file", "responses": "response_file"}[kind]
+    assert {key: value for key, value in settings.items() if key.endswith("_file")} == {
+        name: f"/var/lib/baton/{kind}.db"
+    }
+    assert find(objects, "Deployment", "demo-baton-router")["spec"]["strategy"] == {"type": "Recreate"}
+    spec = pod_spec(objects, "demo-baton-router")
+    mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert mounts["kept"] == "/var/lib/baton"
+    claim = find(objects, "PersistentVolumeClaim", "demo-baton-router")
+    assert claim["spec"] == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}
+    objects = render({f"router.{kind}": True, "router.replicas": 1, "router.storage.existingClaim": "mine"})
+    assert not [one for one in objects if one["kind"] == "PersistentVolumeClaim"]
+    volumes = {one["name"]: one for one in pod_spec(objects, "demo-baton-router")["volumes"]}
+    assert volumes["kept"]["persistentVolumeClaim"] == {"claimName": "mine"}
 
 
 def test_a_store_beside_nixl_has_its_volume() -> None:

@@ -68,6 +68,5 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
         "trace_content",
         "endpoint_picker_listen", "endpoint_picker_address", "endpoint_picker_replicas", "endpoint_picker_key_file",
         "endpoint_picker_tls",
-        "batch_file", "batch_requests", "batch_priority", "batch_max_file_mb", "batch_max_stored_mb",
-        "batch_keep_days",
+        "batch_file", "response_file",
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import random
 from collections import Counter
@@ -18,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.cli.main import main
+from baton.client.admin import Admin, AsyncAdmin, Target
+from baton.client.async_client import AsyncClient
 from common.errors import (
     AbortedError,
     BatonError,
@@ -114,6 +117,34 @@ async def test_workers_are_paused_and_resumed(start_worker: StartWorker, start_r
     assert {it.address for it in done.results} == {one.address, other.address}
     await reaches("baton_router_endpoints", 2, role="decode", state="ready")
     assert await texts(router) == ANSWER
+
+
+async def test_orders_by_the_async_client(router: RunningRouter, worker: FakeWorker) -> None:
+    async with AsyncClient(router.grpc_address) as client:
+        orders = client.admin
+        (paused,) = await orders.pause(Target(worker=worker.address))
+        assert (paused.address, paused.error) == (worker.address, "")
+        await orders.resume(Target(all_workers=True))
+        (flushed,) = await orders.flush_cache(Target(all_workers=True))
+        assert (flushed.num_device_blocks, flushed.num_host_blocks) == (5, 3)
+        assert [one.error for one in await orders.set_log_level("info", Target(router=True))] == [""]
+        assert (await orders.state()).router.log_level == "info"
+        assert await orders.reload() == ()
+        with pytest.raises(NotFoundError):
+            await orders.abort("nobody's")
+        assert (await orders.profile_worker(worker.address, num_steps=3)).num_steps == 3
+        with pytest.raises(InvalidArgumentError):
+            await orders.profile_worker("127.0.0.1:1")
+        await orders.drain(worker.address, 2.5)
+    assert worker.orders[-1] == worker_pb2.DrainRequest(timeout_s=2.5)
+
+
+def test_both_clients_have_the_same_orders() -> None:
+    sync, asynchronous = (
+        {name: list(inspect.signature(method).parameters) for name, method in vars(one).items() if name[0] != "_"}
+        for one in (Admin, AsyncAdmin)
+    )
+    assert sync == asynchronous
 
 
 async def test_a_worker_drains(router: RunningRouter, worker: FakeWorker) -> None:

@@ -19,6 +19,8 @@
 {{- $_ := set $settings "endpoint_picker_tls" .tls -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.router.batches }}{{- $_ := set $settings "batch_file" "/var/lib/baton/batches.db" }}{{ end -}}
+{{- if .Values.router.responses }}{{- $_ := set $settings "response_file" "/var/lib/baton/responses.db" }}{{ end -}}
 {{- $_ := set $settings "http_listen" "0.0.0.0:8000" -}}
 {{- $_ := set $settings "grpc_listen" "0.0.0.0:50051" -}}
 {{- if gt (int .Values.router.processes) 1 }}{{- $_ := set $settings "processes" (int .Values.router.processes) }}{{ end -}}
@@ -30,6 +32,15 @@
 {{- $_ := set $settings "worker_wait" (min $start (int (default 600 $settings.request_timeout))) -}}
 {{- end -}}
 {{- toYaml $settings -}}
+{{- end -}}
+
+{{/* The claim of what the router keeps; empty if it keeps nothing. */}}
+{{- define "baton.routerClaim" -}}
+{{- with .Values.router -}}
+{{- if or .batches .responses -}}
+{{ default (printf "%s-router" (include "baton.fullname" $)) .storage.existingClaim }}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Whether there may be no worker at all: then requests wait for the first one, and autoscalers hear of them. */}}
