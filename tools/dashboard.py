@@ -74,6 +74,8 @@ ROWS: dict[str, list[Panel]] = {
             (
                 (rate("baton_router_requests_total", ROUTER, "outcome"), "{{outcome}}"),
                 (rate("baton_router_batch_requests_total", ROUTER, "outcome"), "of batches: {{outcome}}"),
+                (rate("baton_router_batch_pauses_total", ROUTER), "of batches: made way"),
+                (rate("baton_router_stored_responses_total", ROUTER, "event"), "responses: {{event}}"),
             ),
         ),
         Panel(
