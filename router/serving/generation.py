@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
@@ -80,7 +80,8 @@ class Generation:
                 request = replace(request, deadline=request.deadline + time.monotonic() - waits_at)
                 async with self._turn(request):
                     arrived: asyncio.Queue[NewTokens | None] = asyncio.Queue()
-                    asking = asyncio.create_task(self._ask(request, progress, sent, arrived))
+                    asking = asyncio.create_task(self._ask(request, progress, sent, arrived.put_nowait))
+                    asking.add_done_callback(_puts_end(arrived))
                     place.on_way(asking.cancel)
                     try:
                         while (new := await arrived.get()) is not None:
@@ -97,15 +98,11 @@ class Generation:
             metrics.router_batch_pauses.inc()
 
     async def _ask(
-        self, request: GenerationRequest, progress: Progress, sent: list[int], arrived: asyncio.Queue[NewTokens | None]
+        self, request: GenerationRequest, progress: Progress, sent: list[int], put: Callable[[NewTokens], None]
     ) -> None:
-        """Puts what comes into `arrived`, and None in the end."""
-        try:
-            async with aclosing(self._dispatcher.run(request, progress, sent)) as run:
-                async for new in run:
-                    arrived.put_nowait(new)
-        finally:
-            arrived.put_nowait(None)
+        async with aclosing(self._dispatcher.run(request, progress, sent)) as run:
+            async for new in run:
+                put(new)
 
     async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `charged`."""
@@ -148,6 +145,10 @@ class Generation:
         return self._admission.turn(
             request.client, cost, request.deadline, priority=request.priority, places=num_answers
         )
+
+
+def _puts_end(arrived: asyncio.Queue[NewTokens | None]) -> Callable[[object], None]:
+    return lambda _: arrived.put_nowait(None)
 
 
 class _OutputMaker:

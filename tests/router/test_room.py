@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import pytest
 
+from common.types import FinishReason, SampledToken
+from router.fleet.registry import Registry
+from router.limits.admission import Admission
+from router.limits.demand import Demand
+from router.limits.gate import Gate
+from router.running.request import GenerationRequest, NewTokens, Progress
 from router.running.room import Place, Room
+from router.serving.generation import Generation
+from tests.router.test_answer import requests
+from tests.router.tiny_tokenizer import eos_id, ids_of
+
+TOKEN_IDS = ids_of("The capital of France is Paris.")
 
 
 class Fleet:
@@ -131,6 +144,49 @@ async def test_a_turn_that_nobody_takes_is_the_next_ones(leaves: Callable[[Fleet
     fleet.begin("e")
     await settled()
     assert fleet.inside == ["e"]
+
+
+class SlowDispatcher:
+    """Has workers that give one token at a time, as many loops later as is drawn."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self.num_runs = 0
+
+    async def run(
+        self, _request: GenerationRequest, _progress: Progress, sent: list[int]
+    ) -> AsyncGenerator[NewTokens, None]:
+        self.num_runs += 1
+        for token_id in TOKEN_IDS[len(sent) :]:
+            for _ in range(self._draw.randrange(4)):
+                await asyncio.sleep(0)
+            sent.append(token_id)
+            yield NewTokens([SampledToken(token_id)])
+        yield NewTokens([], FinishReason.STOP, eos_id())
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_token_is_lost_or_comes_twice(seed: int) -> None:
+    draw = random.Random(seed)
+    others = 0
+    room = Room(lambda: others, most=1, share=0.0)
+    dispatcher = SlowDispatcher(draw)
+    generation = Generation(dispatcher, Admission(Registry([], []), Demand(), Gate()))  # type: ignore[arg-type]
+    asked = replace(requests(1)[0], room=room)
+
+    async def answer() -> list[int]:
+        return [token.token_id async for _, output in generation.generate(asked) for token in output.tokens]
+
+    answering = asyncio.create_task(answer())
+    for _ in range(200):
+        await asyncio.sleep(0)
+        if draw.random() < 0.4:
+            others = 1 - others
+            room.look()
+    others = 0
+    room.look()
+    assert await asyncio.wait_for(answering, 20) == TOKEN_IDS
+    assert dispatcher.num_runs > 1
 
 
 async def test_others_that_come_while_a_turn_is_on_its_way() -> None:

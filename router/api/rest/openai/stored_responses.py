@@ -135,7 +135,9 @@ class StoredResponses:
 
     async def told(self, request: Request) -> Response:
         _check_query(request, ())
-        return Response((await self._get(request)).response, media_type="application/json")
+        stored = await self._get(request)
+        request.state.held_bytes.add(stored.num_bytes)
+        return Response(stored.response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -161,6 +163,7 @@ class StoredResponses:
             raise NotFoundError(error.reason, field="response_id") from error
         except ValueError as error:
             raise InvalidArgumentError("response_id", str(error)) from error
+        request.state.held_bytes.add(sum(one.num_bytes for one in earlier.responses))
         items: list[_Listed] = []
         for number, one in enumerate(earlier.responses, 1):
             given = msgspec.json.decode(one.input, type=list[dict[str, Any]])
