@@ -26,6 +26,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         if file.name != "chat_template.jinja":
             (model / file.name).symlink_to(file)
     (model / "chat_template.jinja").write_text(HERMES)
-    one = Stack(folder, f"--model={model}", f"--batch-file={folder / 'batches.db'}")
+    kept = (f"--batch-file={folder / 'batches.db'}", f"--response-file={folder / 'responses.db'}")
+    one = Stack(folder, f"--model={model}", *kept)
     with running(one):
         yield one

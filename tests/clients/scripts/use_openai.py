@@ -73,6 +73,22 @@ with client.responses.stream(
     kinds = [event.type for event in events]
     assert events.get_final_response().output_text == response.output_text
 assert kinds[0] == "response.created", kinds
+asked = {"model": MODEL, "temperature": 0, "max_output_tokens": 12}
+next_turn = client.responses.create(input="And of France?", previous_response_id=response.id, **asked)
+said = [{"role": "user", "content": "What is the capital of Japan?"}]
+said += [item.model_dump(by_alias=True, exclude_none=True) for item in response.output]
+same = client.responses.create(input=[*said, {"role": "user", "content": "And of France?"}], store=False, **asked)
+assert (next_turn.output_text, next_turn.usage.input_tokens) == (same.output_text, same.usage.input_tokens), next_turn
+assert next_turn.usage.input_tokens_details.cached_tokens >= 16, next_turn
+assert client.responses.retrieve(response.id).output_text == response.output_text
+assert len(client.responses.input_items.list(next_turn.id).data) == 3
+client.responses.delete(response.id)
+try:
+    client.responses.create(input="And of Spain?", previous_response_id=next_turn.id, **asked)
+except openai.BadRequestError as error:
+    assert (error.code, error.param) == ("previous_response_not_found", "previous_response_id"), error
+else:
+    raise AssertionError("a conversation whose beginning was deleted goes on")
 typed = client.responses.parse(
     model=MODEL,
     input="Tokyo",
