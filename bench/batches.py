@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -122,9 +123,9 @@ class Load:
             raise RuntimeError(f"lines failed, or were too few: {counts}")
         return int(counts["completed"])
 
-    async def _until(self, client: httpx.AsyncClient, batch_id: str, status: str) -> dict[str, dict[str, int]]:
+    async def _until(self, client: httpx.AsyncClient, batch_id: str, status: str) -> dict[str, Any]:
         while True:
-            batch: dict[str, dict[str, int]] = (await client.get(f"/v1/batches/{batch_id}")).json()
+            batch: dict[str, Any] = (await client.get(f"/v1/batches/{batch_id}")).json()
             if batch["status"] == status:
                 return batch
             if batch["status"] in ("failed", "completed", "expired"):

@@ -190,10 +190,10 @@ class _Listed:
 
 def _listed(item: JsonObject, tag: str) -> _Listed:
     """As answers have items, whatever the client left out."""
-    kind = item.get("type", "message")
+    kind, role = str(item.get("type", "message")), str(item.get("role", ""))
     told = {"id": f"{_PREFIXES.get(kind, 'item')}_{tag}", "type": kind, "status": "completed", **item}
     if kind == "message" and isinstance(text := item.get("content"), str):
-        part: JsonObject = {"type": _TEXTS.get(item.get("role", ""), "input_text"), "text": text}
+        part: JsonObject = {"type": _TEXTS.get(role, "input_text"), "text": text}
         told["content"] = [part if part["type"] == "input_text" else {**part, "annotations": []}]
     return _Listed(str(told["id"]), told)
 
