@@ -14,7 +14,7 @@ from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
 from router.api.rest.openai.responses_body import ResponsesBody
 from router.fleet.served_model import ServedModel
 from router.limits.admission import Ending
-from router.limits.clients import CallHints
+from router.limits.clients import ApiClient, CallHints
 from router.running.request import GenerationRequest, Prompt
 from router.running.room import Room
 from router.serving.gateway import Gateway
@@ -48,13 +48,29 @@ async def requests_of(
     field_name: FieldName = str,
 ) -> tuple[list[GenerationRequest], Ending]:
     """The requests for all answers that `body` asks for, charged to the client, and how they end. `within` has to stay
-    open until the last answer's end. `field_name`: from a field of `body` to the client's name for it.
-
-    Raises `BatonError`: what `serving`, `check`, `prompts`, `requests` and `charged` raise.
-    """
-    client, admission, preparation = current_client.get(), gateway.admission, gateway.preparation
+    open until the last answer's end. Otherwise as `prepared`."""
+    client = current_client.get()
     of_batch = call.room is not None
-    ending = within.enter_context(admission.running(call.interface, call.timeout_s, client, of_batch=of_batch))
+    ending = within.enter_context(gateway.admission.running(call.interface, call.timeout_s, client, of_batch=of_batch))
+    requests = await prepared(gateway, body, prompts, call, client, field_name)
+    first, check = requests[0], gateway.preparation.check_guided
+    await check(first.sampling_params, first.sampling_field, first.tools, first.form, client)
+    field = "prompt" if len(requests) > body.choices.num_candidates else body.choices.field()
+    within.enter_context(gateway.generation.charged(requests, field_name(field)))
+    return requests, ending
+
+
+async def prepared(
+    gateway: Gateway,
+    body: TextBody,
+    prompts: Prompts,
+    call: Call,
+    client: ApiClient | None,
+    field_name: FieldName = str,
+) -> list[GenerationRequest]:
+    """The requests for all answers that `body` asks for. `field_name`: from a field of `body` to the client's name for
+    it. Raises `BatonError`: what is wrong with the body, or that no request is taken now."""
+    admission, preparation = gateway.admission, gateway.preparation
     model = await admission.serving(body.model or "")
     body.check()
     sampling = body.sampling()
@@ -62,10 +78,9 @@ async def requests_of(
     def name(parameter: str) -> str:
         return field_name(body.field_name(parameter))
 
-    given = await prompts(model, kept_tokens(sampling, model.limits, name=name))
-    requests = preparation.requests(
+    return preparation.requests(
         model,
-        given,
+        await prompts(model, kept_tokens(sampling, model.limits, name=name)),
         sampling,
         request_id=call.request_id,
         cache_salt=body.cache_salt or "",
@@ -84,8 +99,3 @@ async def requests_of(
         # The last events of a stream of responses repeat all that was said.
         is_whole=not body.stream or isinstance(body, ResponsesBody),
     )
-    first = requests[0]
-    await preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form, client)
-    field = "prompt" if len(given) > 1 else body.choices.field()
-    within.enter_context(gateway.generation.charged(requests, field_name(field)))
-    return requests, ending

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from common.sampling import kept_tokens
+from common.errors import InvalidArgumentError
 from common.validation import check_request_id
+from router.api.asking import Call, TextBody, prepared
 from router.api.rest.anthropic.messages_body import MessagesBody
-from router.api.rest.generate import DEFAULT_COMPLETION_TOKENS, TextBody
 from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
 from router.api.rest.openai.parsing import parse
 from router.api.rest.openai.responses_body import ResponsesBody
@@ -38,35 +38,20 @@ async def request_of(
 ) -> GenerationRequest:
     """The first answer that the body asks for. `headers` by their names in lower case.
 
-    Raises what the REST interface would answer with.
+    Raises what the REST interface would answer with, and `InvalidArgumentError` for what continues a stored response.
     """
     body = parse(body_class, data)
     request_id = body.request_id or headers.get(REQUEST_ID_HEADER) or new_request_id()
     check_request_id(request_id, REQUEST_ID_HEADER)
     hints = call_hints(headers, body.session())
-    admission, preparation = gateway.admission, gateway.preparation
-    model = await admission.serving(body.model or "")
-    body.check()
-    sampling = body.sampling()
-    keep = kept_tokens(sampling, model.limits, name=body.field_name)
-    requests = preparation.requests(
-        model,
-        await _prompts(preparation, body, model, keep, client),
-        sampling,
-        request_id=request_id,
-        cache_salt=body.cache_salt or "",
-        retain=body.retained(preparation.max_retain_s),
-        priority=body.priority or 0,
-        slo=admission.slo(client, body.targets(), hints.targets),
-        arrived_at=arrived_at,
-        default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
-        name=body.field_name,
-        client=client,
-        hints=hints,
-        choices=body.choices,
-        is_whole=not body.stream or isinstance(body, ResponsesBody),
-    )
-    return requests[0]
+    if isinstance(body, ResponsesBody) and body.previous_response_id:
+        raise InvalidArgumentError("previous_response_id", "only the router that gets the request knows what it has")
+
+    async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+        return await _prompts(gateway.preparation, body, model, keep, client)
+
+    call = Call(interface="rest", request_id=request_id, arrived_at=arrived_at, hints=hints)
+    return (await prepared(gateway, body, prompts, call, client))[0]
 
 
 async def _prompts(
