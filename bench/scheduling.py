@@ -1,4 +1,5 @@
-"""What it costs to decide a step of 32 decodes, by each queue policy; and with requests that wait.
+"""What it costs to decide a step of 32 decodes, by each queue policy; and with requests that wait. And what it takes
+`auto` to turn to slack when a request with targets comes to many without.
 
 `python -m bench.scheduling`: CPU microseconds of one thread for each step, without the device.
 """
@@ -22,6 +23,7 @@ NUM_DECODES = 32
 NUM_STEPS = 400
 REPEATS = 7
 STEP_S = 0.02
+NUM_TURNED = 1000
 TARGETS = LatencyTargets(1e6, 50.0)
 
 
@@ -40,16 +42,20 @@ def make_scheduler(policy: str, num_waiting: int, targets: LatencyTargets | None
     scheduler = Scheduler(config, blocks, WaitingRoom(blocks), lambda: model)
     for number in range(NUM_DECODES + num_waiting):
         scheduler.add(
-            Request(
-                request_id=str(number),
-                token_ids=[number] * 200,
-                num_prompt_tokens=200,
-                sampling_params=SamplingParams(max_tokens=10_000, ignore_eos=True),
-                arrival_time=0.0,
-                targets=targets,
-            )
+            make_request(number, targets),
         )
     return scheduler
+
+
+def make_request(number: int, targets: LatencyTargets | None) -> Request:
+    return Request(
+        request_id=str(number),
+        token_ids=[number] * 200,
+        num_prompt_tokens=200,
+        sampling_params=SamplingParams(max_tokens=10_000, ignore_eos=True),
+        arrival_time=0.0,
+        targets=targets,
+    )
 
 
 def step_us(policy: str, num_waiting: int, targets: LatencyTargets | None) -> float:
@@ -75,6 +81,22 @@ def step_us(policy: str, num_waiting: int, targets: LatencyTargets | None) -> fl
     return 1e6 * best
 
 
+def turn_us(num_waiting: int) -> float:
+    """The step in which the first request with targets is there, less one without it."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        scheduler, took_s = make_scheduler("auto", num_waiting, None), list[float]()
+        for now in (STEP_S, 2 * STEP_S):
+            begin = time.thread_time()
+            output = scheduler.schedule(now)
+            took_s.append(time.thread_time() - begin)
+            scheduler.update(output, [[] for _ in output.num_tokens])
+            if now == STEP_S:
+                scheduler.add(make_request(10_000, TARGETS))
+        best = min(best, took_s[1] - took_s[0])
+    return 1e6 * best
+
+
 def main() -> None:
     for num_waiting in (0, 100):
         for policy, targets in (
@@ -86,6 +108,7 @@ def main() -> None:
         ):
             name = policy if targets is not None else f"{policy}, no targets"
             print(f"{name:16} {num_waiting:4} wait  {step_us(policy, num_waiting, targets):7.1f} us")
+    print(f"auto turns to slack, {NUM_TURNED} wait  {turn_us(NUM_TURNED):7.1f} us")
 
 
 if __name__ == "__main__":
