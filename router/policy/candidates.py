@@ -24,6 +24,7 @@ from router.policy.costs import SECONDS, TOKENS, Costs, first_token_s
 from router.policy.least_load import load_order, load_score, order_by_wait
 
 FEW = 16  # workers of one level that are all looked at
+MOSTLY = 3  # candidates suffice to find who has a first token soonest
 
 _Found = tuple[float, float, float, bool, int, int, float, float]
 """What a candidate costs, its load order, whether its turn is over, its position, its cached tokens; and what it costs
@@ -152,8 +153,12 @@ class FleetCandidates(Candidates):
         ]
 
     def soonest_computed(self, num: int) -> Iterator[tuple[Candidate, float]]:
-        for one in self._best(_by_first_token, num, with_work=True):
-            yield self._candidate(one[4], one[5]), one[0]
+        num_found = 0
+        for most in (min(MOSTLY, num), num):  # hardly anybody asks for all
+            if num_found in (0, MOSTLY):
+                for one in self._best(_by_first_token, most, with_work=True)[num_found:]:
+                    num_found += 1
+                    yield self._candidate(one[4], one[5]), one[0]
 
     def least_loaded(self, num: int) -> Sequence[Candidate]:
         key = _by_load_in_seconds if self._costs.in_seconds else _by_load_in_tokens
