@@ -20,7 +20,7 @@ from engine.blocks.host_tier import BlockCopy
 from engine.device import Device, KVPlane, Ticket, do_nothing
 from engine.step import StepInput, StepOutput
 
-_PIECE_S = 0.001  # `meanwhile` is called this often while a step is computed
+_PIECE_S = 0.002  # `meanwhile` is called this often while a step is computed
 _SIGN_OF_LIFE_S = 2.0  # and for this long after the device was last seen to go on
 
 

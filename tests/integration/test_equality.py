@@ -37,8 +37,8 @@ Answers = dict[str, Expected]
 
 @pytest.fixture(scope="module")
 def one(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One worker of both roles, whose engine runs ahead of its device."""
-    stack = Stack(tmp_path_factory.mktemp("one"), "--prefill=0", "--decode=0", "--both=1", "--run-ahead")
+    """One worker of both roles."""
+    stack = Stack(tmp_path_factory.mktemp("one"), "--prefill=0", "--decode=0", "--both=1")
     with running(stack):
         yield stack
 

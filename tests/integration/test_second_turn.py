@@ -31,6 +31,7 @@ NUM_MOVED = -(-(NUM_PROMPT + NUM_ANSWER + NUM_NEW) // BLOCK_SIZE) - NUM_KNOWN
 SETTINGS = {
     "from memory": (),
     "with checksums": ("--verify-checksums",),
+    "ahead of the device": ("--run-ahead",),
     "through host memory": ("--nixl-staging=always",),
     "not lent": ("--no-lend-blocks",),
 }
