@@ -161,9 +161,9 @@ class EngineCore:
         self._num_ahead = 0  # steps begun ahead since a step was last decided with none under way
         self._runs_ahead = settings.run_ahead and self._speculation is None  # a guess needs the token before
         self.may_run_ahead: Callable[[], bool] = lambda: True  # may be set
+        shards = [(plane.cache, plane.spec) for plane in device.planes()]
         for one in self._connectors:
-            (plane,) = device.planes()
-            one.register_kv_cache(plane.cache, plane.spec, wake)
+            one.register_shards(shards, wake)
 
     # ------------------------------------------------------------------------------------------ interface
 

@@ -85,6 +85,9 @@ class Device(ABC):
     def planes(self) -> list[KVPlane]:
         """The KV cache, shard by shard."""
 
+    def check_alive(self) -> None:  # noqa: B027
+        """Raises `InternalError` if a process that computes for this device is gone. Never waits."""
+
     def check(self, row: StepRow) -> None:
         """Raises `InternalError` if a row has no new tokens, more than the model takes, or too few blocks for them."""
         info, end = self.info, row.num_computed_tokens + len(row.token_ids)

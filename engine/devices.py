@@ -11,25 +11,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config import EngineSettings
+from common.errors import ConfigError
 from engine.learning.learner import KnownTimes, Source
 from engine.local.device_choice import SIMULATED
 from engine.simulated.device import SimulatedDevice
 
 if TYPE_CHECKING:
     from engine.local.device import LocalDevice
+    from engine.ranks.device import RankedDevice
     from engine.speculation.speculation import Drafter
 
 
-def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | SimulatedDevice:
-    """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`."""
+def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | RankedDevice | SimulatedDevice:
+    """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`, and
+    `ConfigError` for settings that do not go together."""
+    num_ranks = settings.tensor_parallel_size
     if settings.device == SIMULATED:
+        if num_ranks > 1:
+            raise ConfigError("--tensor-parallel-size", "a simulated device takes the time that --simulated-time says")
         return SimulatedDevice(model_dir, settings)
+    if num_ranks > 1:
+        from engine.ranks.device import RankedDevice
+
+        return RankedDevice(model_dir, settings)
     from engine.local.device import LocalDevice
 
     return LocalDevice(model_dir, settings)
 
 
-def known_times(device: LocalDevice | SimulatedDevice, settings: EngineSettings) -> KnownTimes:
+def known_times(device: LocalDevice | RankedDevice | SimulatedDevice, settings: EngineSettings) -> KnownTimes:
     """How long the device's steps take, as far as that is known without serving. May compute some steps."""
     if isinstance(device, SimulatedDevice):
         return KnownTimes(device.time.key, device.time, Source.FILE)
@@ -38,7 +48,7 @@ def known_times(device: LocalDevice | SimulatedDevice, settings: EngineSettings)
     return local_times(device, settings)
 
 
-def load_drafter(device: LocalDevice | SimulatedDevice, settings: EngineSettings) -> Drafter | None:
+def load_drafter(device: LocalDevice | RankedDevice | SimulatedDevice, settings: EngineSettings) -> Drafter | None:
     """The model that guesses tokens, if `settings` name one. Raises `StartupError`."""
     if isinstance(device, SimulatedDevice):  # it refuses such settings
         return None

@@ -6,7 +6,6 @@ standard input closes, which happens when its parent ends, however it ends. Linu
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -28,6 +27,7 @@ from common.errors import BatonError, ConfigError
 from common.grpc.options import LOSS_NOTICED_S
 from common.logs import order_level, setup_logging, show_debug
 from common.metric_relay import MetricRelay
+from common.process.parent import die_with_parent
 from common.process.tasks import end_with_threads
 from common.types import LOAD_INTERVAL_S, WorkerLoad
 from engine import messages as m
@@ -90,7 +90,7 @@ def main() -> int:
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # its front gets the signal, and sends `ShowDebug`
     is_pinned = _pin(settings.cpu_cores)
-    _die_with_parent()
+    die_with_parent()
     end_with_threads()  # without a connector's thread its transfers would never end
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -146,8 +146,10 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         verify_checksums=settings.verify_checksums,
         section=settings.model_extra or {},
     )
-    connector = create_connector(settings.connector, config)
-    store = create_store(settings.connector, settings.store, config)
+    connector = create_connector(settings.connector, config, settings.tensor_parallel_size)
+    store = create_store(settings.connector, settings.store, config, settings.tensor_parallel_size)
+    if settings.record_steps and settings.tensor_parallel_size > 1:
+        raise ConfigError("--record-steps", "does not go with --tensor-parallel-size: it sees one process' KV")
     device = open_device(Path(bootstrap.model_dir), settings)
     compile_grammar = GrammarCompiler(
         Path(bootstrap.model_dir) / "tokenizer.json", device.info.vocab_size, device.info.eos_token_ids
@@ -181,8 +183,12 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     socket.send(m.encode([core.ready()]))
     compile_grammar.start()  # it reads the tokenizer, too: not while everything else starts
+<<<<<<< HEAD
     core.may_run_ahead = lambda: not profiler.has_trace
     loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner), profiler)
+=======
+    loop = _Loop(core, device, commands, socket, wakeup, BatchTimeReporter(learner), profiler)
+>>>>>>> bcb30b8b (Ranks: processes, exchange in shared memory, connectors of all ranks)
     while True:
         loop.turn()
 
@@ -246,6 +252,7 @@ class _Loop:
     def __init__(
         self,
         core: EngineCore,
+        device: Device,
         commands: _Commands,
         socket: zmq.Socket[bytes],
         wakeup: Wakeup,
@@ -255,6 +262,7 @@ class _Loop:
         self._times = times
         self._profiler = profiler
         self._core = core
+        self._device = device
         self._commands = commands
         self._socket = socket
         self._wakeup = wakeup
@@ -271,6 +279,7 @@ class _Loop:
         """Waits for something to do, unless the last turn left work, and does one step of it."""
         self._poller.poll(0 if self._is_busy else self._idle_ms(time.monotonic()))
         self._wakeup.clear()
+        self._device.check_alive()
         self._commands.hand_to(self._core)
         output = self._core.prepare()
         self._send()
@@ -350,13 +359,6 @@ class _MetricsReporter:
         self._next = now + METRICS_INTERVAL_S
         changes = self._relay.changes()
         return [m.MetricsChanged(changes)] if changes else []
-
-
-def _die_with_parent() -> None:
-    """Has Linux kill this process when its parent ends. A stopped process would not see standard input close."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _exit_with_parent() -> None:

@@ -17,8 +17,9 @@ Ownership, which is what keeps wrong bytes away:
 
 Tensor parallelism: a worker of degree n has n connectors, one per rank, each over its rank's cache (see
 `kv_store.shards`). All ranks have the same number of blocks, and a block has the same id on all of them; each is given
-the same jobs. To others they look like one connector: `kv_store.peers.join_peers` joins their descriptions and
-`join_refs` their references, so that a block is published once. The reading worker may have another degree.
+the same jobs. To others they look like one connector (`kv_store.ranks`): `kv_store.peers.join_peers` joins their
+descriptions and `join_refs` their references, so that a block is published once. The reading worker may have another
+degree.
 """
 
 from __future__ import annotations
@@ -156,6 +157,11 @@ class KVConnector(ABC):
     def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         """Called once, before anything else. `cache` is contiguous `[num_blocks, *spec.block_shape]` of `spec.dtype`,
         on any device, and outlives the connector. `wake` may be called from any thread."""
+
+    def register_shards(self, shards: Sequence[tuple[KVCache, KVCacheSpec]], wake: Callable[[], None]) -> None:
+        """`register_kv_cache` with the caches of all ranks. A connector of one rank takes one."""
+        ((cache, spec),) = shards
+        self.register_kv_cache(cache, spec, wake)
 
     @abstractmethod
     def describe(self) -> bytes:

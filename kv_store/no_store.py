@@ -25,6 +25,9 @@ class NoStore(KVConnector):
     def register_kv_cache(self, cache: KVCache, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         """Nothing to do."""
 
+    def register_shards(self, shards: Sequence[tuple[KVCache, KVCacheSpec]], wake: Callable[[], None]) -> None:
+        """Nothing to do."""
+
     def describe(self) -> bytes:
         return b""
 

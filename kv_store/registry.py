@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from kv_store.base import ConnectorConfig, KVConnector, own_part
 from kv_store.lmcache.settings import LMCacheServerSettings, LMCacheSettings
 from kv_store.nixl.settings import NixlSettings
+from kv_store.ranks import join_connectors
 from kv_store.shared_storage.settings import SharedStorageSettings
 
 
@@ -112,15 +113,17 @@ def check_store(connector: str, store: str, key: str = "store") -> None:
         raise ConfigError(key, f"connector {connector} is a store itself; take nixl to have {store} beside it")
 
 
-def create_store(connector: str, store: str, config: ConnectorConfig) -> KVConnector | None:
+def create_store(connector: str, store: str, config: ConnectorConfig, num_ranks: int = 1) -> KVConnector | None:
     """The store beside `connector`; None if there is none, or `connector` is it. Raises as `create_connector`."""
     check_store(connector, store)
-    return create_connector(store, config) if store and store != connector else None
+    return create_connector(store, config, num_ranks) if store and store != connector else None
 
 
-def create_connector(name: str, config: ConnectorConfig) -> KVConnector:
-    """Raises `ConfigError` for an unknown name and `StartupError` if the backend cannot work here."""
-    return connector_class(name)(config)
+def create_connector(name: str, config: ConnectorConfig, num_ranks: int = 1) -> KVConnector:
+    """Of a worker with so many ranks. Raises `ConfigError` for an unknown name and `StartupError` if the backend cannot
+    work here."""
+    found = connector_class(name)
+    return found(config) if num_ranks == 1 else join_connectors([found(config) for _ in range(num_ranks)])
 
 
 def connector_class(name: str) -> type[KVConnector]:

@@ -115,7 +115,14 @@ class EngineSettings(ModelSettings):
     engine_timeout: float = Field(
         30.0, gt=0, description="seconds of silence after which an engine process that hangs is killed"
     )
-    num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number if unset")
+    tensor_parallel_size: Positive = Field(
+        1,
+        description="processes that compute the model together, each with a part of every layer (docs/ranks.md); "
+        "CPU only",
+    )
+    num_threads: Positive | None = Field(
+        None, description="compute threads, of all ranks together; the pinned cores' number if unset"
+    )
     cpu_cores: Annotated[tuple[int, ...], BeforeValidator(comma_separated)] = Field(
         (), description="cores that the engine process is pinned to, as 0,1; none pinned if empty"
     )

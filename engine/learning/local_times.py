@@ -12,11 +12,12 @@ from engine.learning.key import key_of, model_file
 from engine.learning.learner import KnownTimes, Source
 from engine.learning.quick import quick_model
 from engine.local.device import LocalDevice
+from engine.ranks.device import RankedDevice
 
 log = logging.getLogger(__name__)
 
 
-def local_times(device: LocalDevice, settings: EngineSettings) -> KnownTimes:
+def local_times(device: LocalDevice | RankedDevice, settings: EngineSettings) -> KnownTimes:
     """What `baton profile` kept, else a rough model from some steps, which are computed now."""
     key = key_of(device, settings)
     model, source = _kept_model(settings.cache_dir, key), Source.FILE

@@ -16,13 +16,14 @@ from engine.learning.step_trace import StepTrace
 
 if TYPE_CHECKING:
     from engine.local.device import LocalDevice
+    from engine.ranks.device import RankedDevice
     from engine.simulated.device import SimulatedDevice
 
 log = logging.getLogger(__name__)
 
 
 def start_learning(
-    device: LocalDevice | SimulatedDevice, settings: EngineSettings, step_trace: str = ""
+    device: LocalDevice | RankedDevice | SimulatedDevice, settings: EngineSettings, step_trace: str = ""
 ) -> tuple[ObservedDevice, Learner]:
     """The device that is learned from, and who learns. To be called before the first request, after `warm_up`.
 

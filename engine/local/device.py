@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.config import EngineSettings
-from common.errors import InternalError, StartupError
+from common.errors import ConfigError, InternalError, StartupError
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine.attention.base import AttentionShape
@@ -56,18 +56,21 @@ class LocalDevice(Device):
         attention: str | None = None,
         raises: bool = False,
         group: RankGroup | None = None,
+        allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None. A
         device that `raises` passes on what stops a step in `end`: it may be an exception of the program that calls it.
         One of several ranks always does, since it cannot go on beside the others after half a step. `group`: the other
         ranks; None if there are none. Its planes are then those of this rank's heads, and equal on ranks that share
-        heads; it has as many blocks as all ranks have.
+        heads; it has as many blocks as all ranks have. `allocate` gives a KV cache on the CPU its memory.
 
         Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the
         device is not there, memory does not suffice, the context is longer than the model or the cache allows, or the
         ranks cannot share the model.
         """
         group = group or OneRank()
+        if group.size != settings.tensor_parallel_size:
+            raise ConfigError("--tensor-parallel-size", "is for workers: here one process computes the whole model")
         self._group = group
         loaded = load_model(model_dir, settings, group)
         spec, model = loaded.spec, loaded.model
@@ -81,9 +84,12 @@ class LocalDevice(Device):
         num_blocks = self._least(num_cache_blocks(spec, loaded.device, settings))
         max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
         may_record = loaded.device.type == "cuda" and not settings.enforce_eager and group.size == 1
-        blocks = torch.empty(
-            (num_blocks + may_record, *spec.block_shape), dtype=loaded.dtype, device=loaded.device
-        )  # one more than the engine knows, for the padding of recorded graphs
+        cache_shape = (num_blocks + may_record, *spec.block_shape)
+        blocks = (  # one more than the engine knows, for the padding of recorded graphs
+            torch.empty(cache_shape, dtype=loaded.dtype, device=loaded.device)
+            if allocate is None
+            else allocate(cache_shape, loaded.dtype)
+        )
         self.kv_cache = blocks[:num_blocks]
         prepare_pages(self.kv_cache)
         self._host_cache = allocate_host_cache(settings, spec, loaded.device)
@@ -172,21 +178,12 @@ class LocalDevice(Device):
     def warm_up(self) -> None:
         """Computes a prompt, a token after it and a token after the longest context, so that no request waits for what
         happens once: choosing kernels, allocating workspaces, recording graphs."""
-        info = self.info
-        num_tokens = min(WARM_UP_TOKENS, info.num_blocks * info.spec.block_size - 1, info.max_model_len - 1)
-        blocks = list(range(-(-(num_tokens + 1) // info.spec.block_size)))
-        longest = [0] * -(-info.max_model_len // info.spec.block_size)
-        likeliest = draw(SamplingParams(temperature=0.0), 0)
-        for start, token_ids, block_ids in (
-            (0, [0] * num_tokens, blocks),
-            (num_tokens, [0], blocks),
-            (info.max_model_len - 1, [0], longest),
-        ):
-            self.execute([StepRow(token_ids=token_ids, num_computed_tokens=start, block_ids=block_ids, draw=likeliest)])
+        for row in warm_up_rows(self.info):
+            self.execute([row])
         if self._graph_sizes and self._attention.has_fixed_decode:
             with torch.inference_mode():
                 self._graphs = DecodeGraphs(
-                    self._model, self._attention, spare_block=info.num_blocks, sizes=self._graph_sizes
+                    self._model, self._attention, spare_block=self.info.num_blocks, sizes=self._graph_sizes
                 )
 
     def _resolved(self, row: StepRow, first: Drawn) -> StepRow:
@@ -313,6 +310,20 @@ class _Timed:
         start = time.perf_counter()
         self._function()
         self.seconds += time.perf_counter() - start
+
+
+def warm_up_rows(info: DeviceInfo) -> Iterator[StepRow]:
+    """A prompt, a token after it and a token after the longest context, each a step of its own."""
+    num_tokens = min(WARM_UP_TOKENS, info.num_blocks * info.spec.block_size - 1, info.max_model_len - 1)
+    blocks = list(range(-(-(num_tokens + 1) // info.spec.block_size)))
+    longest = [0] * -(-info.max_model_len // info.spec.block_size)
+    likeliest = draw(SamplingParams(temperature=0.0), 0)
+    for start, token_ids, block_ids in (
+        (0, [0] * num_tokens, blocks),
+        (num_tokens, [0], blocks),
+        (info.max_model_len - 1, [0], longest),
+    ):
+        yield StepRow(token_ids=token_ids, num_computed_tokens=start, block_ids=block_ids, draw=likeliest)
 
 
 def _attention_order(row: StepRow) -> tuple[bool, int]:

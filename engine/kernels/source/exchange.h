@@ -1,0 +1,204 @@
+// Sums and lists of values over the ranks that compute one model together: processes of one host with memory in common.
+//
+//     line of rank 0 | line of rank 1 | ... | slots 0 and 1 of rank 0 | slots 0 and 1 of rank 1 | ...
+//
+// An exchange is a turn. In a turn each rank writes its values to one of its two slots, says in its line that they are
+// there, waits until all others have said so, and reads their slots. The next turn takes the other slots, so nobody
+// waits for those who still read: who has written in turn t + 1 has read everything of turn t, and a slot of turn t is
+// written again in turn t + 2 only, which begins when all have written in turn t + 1.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+
+#include "team.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int EXCHANGE_SPINS = 2000;                   // some 30 us: what ranks that keep pace are apart
+constexpr int EXCHANGE_YIELDS = 50;                    // then a rank leaves its core to who has work
+constexpr int64_t EXCHANGE_LOOK_NS = 100 * 1000 * 1000;  // asleep, it looks so often whether the other one lives
+constexpr int64_t WHOLE_SUM_BYTES = 32 << 10;          // up to which each rank adds up everything itself: one turn
+
+struct alignas(128) RankLine {  // processors fetch lines of 64 bytes in pairs
+    std::atomic<uint32_t> turn;        // the last one for which this rank has written its values
+    std::atomic<uint32_t> num_asleep;  // ranks that sleep until `turn` changes
+    std::atomic<uint32_t> has_failed;  // the rank will not go on
+};
+static_assert(sizeof(RankLine) == 128 && std::atomic<uint32_t>::is_always_lock_free);
+
+class Exchange {
+   public:
+    using IsLost = int (*)(int rank);
+
+    Exchange(void* memory, int rank, int size, int64_t slot_bytes, IsLost is_lost)
+        : lines_(static_cast<RankLine*>(memory)), slots_(reinterpret_cast<uint8_t*>(lines_ + size)), rank_(rank),
+          size_(size), slot_bytes_(slot_bytes), is_lost_(is_lost) {}
+
+    static int64_t memory_bytes(int size, int64_t slot_bytes) { return size * (sizeof(RankLine) + 2 * slot_bytes); }
+
+    void fail() {
+        lines_[rank_].has_failed.store(1);
+        wake();
+    }
+
+    // Sums `values` over all ranks in place, added in float32 in the order of ranks and rounded once. Returns the rank
+    // that is lost; -1 if none is. So do all others here.
+    template <class T>
+    int add_up(T* values, int64_t count) {
+        const int64_t most = slot_bytes_ / int64_t(sizeof(T));
+        for (int64_t start = 0; start < count; start += most) {
+            const int64_t num = std::min(most, count - start);
+            const bool whole = num * int64_t(sizeof(T)) <= WHOLE_SUM_BYTES;
+            if (int lost = whole ? add_whole(values + start, num) : add_parts(values + start, num); lost >= 0) return lost;
+        }
+        return -1;
+    }
+
+    // `from` [rows, row_bytes] of each rank, next to each other in `to` [rows, size, row_bytes].
+    int gather(const uint8_t* from, int64_t rows, int64_t row_bytes, uint8_t* to) {
+        const int64_t width = std::min(row_bytes, slot_bytes_), height = std::max<int64_t>(1, slot_bytes_ / width);
+        for (int64_t row = 0; row < rows; row += height) {
+            const int64_t num_rows = std::min(height, rows - row);
+            for (int64_t start = 0; start < row_bytes; start += width) {  // once, unless a row is longer than a slot
+                const int64_t num_bytes = std::min(width, row_bytes - start);
+                turn_++;
+                std::memcpy(slot<uint8_t>(rank_), from + row * row_bytes + start, num_rows * num_bytes);
+                if (int lost = meet(); lost >= 0) return lost;
+                for (int rank = 0; rank < size_; rank++)
+                    for (int64_t i = 0; i < num_rows; i++)
+                        std::memcpy(
+                            to + ((row + i) * size_ + rank) * row_bytes + start, slot<uint8_t>(rank) + i * num_bytes,
+                            num_bytes);
+            }
+        }
+        return -1;
+    }
+
+   private:
+    template <class T>
+    T* slot(int rank) const {
+        return reinterpret_cast<T*>(slots_ + (2 * rank + (turn_ & 1)) * slot_bytes_);
+    }
+
+    template <class T>
+    int add_whole(T* values, int64_t count) {
+        turn_++;
+        std::memcpy(slot<T>(rank_), values, count * sizeof(T));
+        if (int lost = meet(); lost >= 0) return lost;
+        add(0, count, values);
+        return -1;
+    }
+
+    // Each rank adds up a part of the values in one turn, and all read the sums in the next.
+    template <class T>
+    int add_parts(T* values, int64_t count) {
+        const int64_t part = (count + int64_t(size_) * LANES - 1) / (int64_t(size_) * LANES) * LANES;
+        const auto begin_of = [&](int rank) { return std::min(count, rank * part); };
+        const int64_t begin = begin_of(rank_), end = begin_of(rank_ + 1);
+        turn_++;
+        std::memcpy(slot<T>(rank_), values, count * sizeof(T));
+        if (int lost = meet(); lost >= 0) return lost;
+        add(begin, end, values + begin);
+        turn_++;
+        std::memcpy(slot<T>(rank_), values + begin, (end - begin) * sizeof(T));
+        if (int lost = meet(); lost >= 0) return lost;
+        for (int rank = 0; rank < size_; rank++)
+            if (rank != rank_)
+                std::memcpy(values + begin_of(rank), slot<T>(rank), (begin_of(rank + 1) - begin_of(rank)) * sizeof(T));
+        return -1;
+    }
+
+    // The sums of elements `begin` to `end` of all ranks' slots.
+    template <class T>
+    void add(int64_t begin, int64_t end, T* out) const {
+        const T* first = slot<T>(0);
+        const int64_t apart = 2 * slot_bytes_ / int64_t(sizeof(T)), beyond = size_ * apart;
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            Floats total = load(first + i);
+            for (int64_t at = apart; at < beyond; at += apart) total += load(first + at + i);
+            store(out + i - begin, total);
+        }
+        for (; i < end; i++) {
+            float total = widen(first[i]);
+            for (int64_t at = apart; at < beyond; at += apart) total += widen(first[at + i]);
+            narrow(out + i - begin, total);
+        }
+    }
+
+    // Says that this rank has written, and waits until all others have. Returns who is lost, or -1.
+    int meet() {
+        lines_[rank_].turn.store(turn_);  // in one order with num_asleep: see wait_for
+        wake();
+        for (int i = 1; i < size_; i++) {
+            const int other = (rank_ + i) % size_;
+            if (!wait_for(other)) return other;
+        }
+        return -1;
+    }
+
+    bool wait_for(int other) {
+        RankLine& line = lines_[other];
+        const auto is_there = [&](uint32_t turn) { return int32_t(turn - turn_) >= 0; };
+        for (int round = 0;; round++) {
+            if (is_there(line.turn.load(std::memory_order_acquire))) return true;
+            if (line.has_failed.load(std::memory_order_relaxed)) return false;
+            if (round < EXCHANGE_SPINS) {
+                relax();
+            } else if (round < EXCHANGE_SPINS + EXCHANGE_YIELDS) {
+                sched_yield();
+            } else {
+                line.num_asleep.fetch_add(1);
+                const uint32_t turn = line.turn.load();
+                const bool in_vain = !is_there(turn) && !sleep_until_changed(line.turn, turn);
+                line.num_asleep.fetch_sub(1);
+                if (in_vain && is_lost_(other)) return false;
+            }
+        }
+    }
+
+    void wake() {
+        RankLine& own = lines_[rank_];
+        if (own.num_asleep.load() == 0) return;
+#if defined(__linux__)
+        syscall(SYS_futex, &own.turn, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    }
+
+    // False if a while has passed.
+    static bool sleep_until_changed(std::atomic<uint32_t>& word, uint32_t value) {
+#if defined(__linux__)
+        const timespec longest{0, EXCHANGE_LOOK_NS};
+        return syscall(SYS_futex, &word, FUTEX_WAIT, value, &longest, nullptr, 0) == 0 || errno != ETIMEDOUT;
+#else
+        for (int i = 0; i < 1000; i++) {
+            if (word.load() != value) return true;
+            usleep(EXCHANGE_LOOK_NS / 1000 / 1000);
+        }
+        return false;
+#endif
+    }
+
+    RankLine* lines_;
+    uint8_t* slots_;
+    int rank_, size_;
+    int64_t slot_bytes_;
+    IsLost is_lost_;
+    uint32_t turn_ = 0;
+};
+
+}  // namespace

@@ -1,0 +1,181 @@
+"""Several processes of one host that compute one model together: rank 0 in the engine's own, the others beside it.
+
+All of them compute each step, every rank its part of every layer. Rank 0 sends the step and draws the tokens. The KV
+caches of all ranks lie in memory that rank 0 sees, so it alone moves blocks: its connectors read and write all caches,
+and it copies blocks to and from host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from common.config import EngineSettings
+from common.errors import StartupError
+from engine.blocks.host_tier import BlockCopy
+from engine.device import Device, KVPlane, Ticket, do_nothing
+from engine.local.device import LocalDevice, warm_up_rows
+from engine.local.host_cache import allocate_host_cache, copy_blocks
+from engine.ranks.alive import LostRankError, RankWatch
+from engine.ranks.launch import Rank, StartRank, check_supported, cores_of_rank, join_of_rank, share_of_rank, start_rank
+from engine.ranks.messages import Done, Failed, Message, Ready, Step
+from engine.ranks.process import ready
+from engine.ranks.shared_cache import map_cache
+from engine.ranks.shared_memory import SharedMemoryGroup, make_segment
+from engine.step import StepInput, StepOutput
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1  # between two looks at whether a rank that is waited for lives
+_IDLE_LOOK_S = 0.25  # the same if none is
+
+
+class RankedDevice(Device):
+    """A step that fails on one rank ends all: the others wait in it for values that never come."""
+
+    def __init__(self, model_dir: Path, settings: EngineSettings, start: StartRank = start_rank) -> None:
+        """Starts the other ranks and loads the model, each rank its part. Raises `StartupError` with one line if a rank
+        cannot, and `ConfigError` for settings that ranks do not take."""
+        check_supported(settings)
+        size = settings.tensor_parallel_size
+        share = share_of_rank(settings, model_dir)
+        self._others: list[Rank] = []
+        self._said: dict[int, tuple[Message, list[int]]] = {}  # by rank: read, and not taken yet
+        self._looked_at = time.monotonic()
+        segment = make_segment(size)
+        try:
+            for number in range(1, size):
+                self._others.append(start(number, segment, share.num_threads or 1))
+            pids = [os.getpid(), *(rank.process.pid for rank in self._others)]
+            self._watch = RankWatch(pids)
+            for rank in self._others:
+                rank.channel.send(join_of_rank(settings, share, model_dir, rank.number, pids))
+            group = SharedMemoryGroup(segment, 0, size, self._problem)
+            if cores := cores_of_rank(settings, 0):
+                os.sched_setaffinity(0, cores)
+            self._local = LocalDevice(model_dir, share, raises=True, group=group)
+            self._joined = [self._plane_of(rank) for rank in self._others]
+            self._host_caches = [allocate_host_cache(share, plane.spec, self._local.device) for plane in self._joined]
+        except (LostRankError, OSError) as error:
+            self.close()
+            raise StartupError(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(segment)
+        info = self._local.info
+        spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
+        self.info = replace(info, spec=spec)
+        self.device = self._local.device
+        log.info("ranks ready", extra={"num_ranks": size, "threads_of_each": share.num_threads})
+
+    @property
+    def kernels_name(self) -> str:
+        """Of a model of time, which is for as many ranks."""
+        return f"{self._local.kernels_name}, {1 + len(self._others)} ranks"
+
+    def begin(self, step: StepInput) -> Ticket:
+        ticket = self._local.begin(step)
+        message = Step.of(step)
+        for rank in self._others:
+            try:
+                rank.channel.send(message)
+            except OSError as error:
+                raise LostRankError(self._problem(rank.number) or f"rank {rank.number} does not listen") from error
+        return ticket
+
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        """Raises `LostRankError` if a rank is gone, and what stopped rank 0 if that was something else: no step can be
+        computed any more."""
+        output = self._local.end(ticket, meanwhile)
+        for rank in self._others:
+            message, _ = self._answer(rank.number, meanwhile)
+            if message != Done(ticket.number):
+                raise LostRankError(f"rank {rank.number} said {message!r} to step {ticket.number}")
+        return output
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        self._local.copy(copies)
+        for plane, host_cache in zip(self._joined, self._host_caches, strict=True):
+            copy_blocks(copies, torch.as_tensor(plane.cache), host_cache)
+
+    def planes(self) -> list[KVPlane]:
+        return [*self._local.planes(), *self._joined]
+
+    def warm_up(self) -> None:
+        """As `LocalDevice.warm_up` does."""
+        for row in warm_up_rows(self.info):
+            self.execute([row])
+
+    def check_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < _IDLE_LOOK_S:
+            return
+        self._looked_at = now
+        for rank in self._others:
+            if reason := self._problem(rank.number):
+                raise LostRankError(reason)
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        for rank in self._others:
+            rank.end()
+        for _, files in self._said.values():
+            for file in files:
+                os.close(file)
+        self._said.clear()
+
+    def _plane_of(self, rank: Rank) -> KVPlane:
+        """Waits until the rank has loaded its part. Raises `StartupError` if it cannot, or is not like this one."""
+        message, files = self._answer(rank.number, do_nothing)
+        try:
+            if not isinstance(message, Ready):
+                raise StartupError(f"rank {rank.number} said {type(message).__name__}")
+            own, place = ready(self._local), message.spec
+            fields = {name: getattr(message, name) for name in Ready.__struct_fields__}
+            fields["spec"] = replace(place, tp_rank=0)  # that of rank 0
+            for name, theirs in fields.items():
+                if theirs != getattr(own, name):
+                    raise StartupError(
+                        f"rank {rank.number} differs from rank 0: {name} {theirs}, not {getattr(own, name)}"
+                    )
+            shape = (message.num_cache_blocks, *place.block_shape)
+            cache = map_cache(files[0], shape, getattr(torch, place.dtype))
+        finally:
+            for file in files:
+                os.close(file)
+        return KVPlane(spec=place, cache=cache[: message.num_blocks])
+
+    def _answer(self, number: int, meanwhile: Callable[[], None]) -> tuple[Message, list[int]]:
+        """What the rank says next. Raises `LostRankError` if nothing will come."""
+        channel = self._others[number - 1].channel
+        while number not in self._said and not channel.has_message(_LOOK_S):
+            if reason := self._problem(number):
+                raise LostRankError(reason)
+            meanwhile()
+        if reason := self._problem(number):
+            raise LostRankError(reason)
+        return self._said.pop(number)
+
+    def _problem(self, number: int) -> str:
+        """Why the rank will compute nothing any more, in one line; empty if it may. Never waits."""
+        channel = self._others[number - 1].channel
+        if number not in self._said and channel.has_message():
+            with suppress(EOFError, OSError, ValueError):
+                self._said[number] = channel.receive()
+        match self._said.get(number):
+            case (Failed(reason), _):
+                return f"rank {number}: {reason}"
+            case None if channel.has_message():  # the other end is closed
+                return self._watch.ended(number)
+            case None:
+                return self._watch.problem(number)
+        return ""

@@ -1,0 +1,132 @@
+"""Starts the processes of a worker's ranks, and says what each of them gets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+
+from common.config import EngineSettings
+from common.errors import ConfigError
+from common.logs import shown_level
+from common.model_files import model_identity
+from engine.kernels.library import choose_kernels
+from engine.loading.dtype import resolve_dtype
+from engine.local.device_choice import choose_device
+from engine.local.memory import DEFAULT_CPU_KV_CACHE_GB
+from engine.ranks.messages import Channel, Join
+
+_END_S = 5.0  # how long a rank that was told to end may take
+_FLAG = "--tensor-parallel-size"
+
+
+class Process(Protocol):
+    """What a rank runs in."""
+
+    pid: int
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float) -> object:
+        """Raises `subprocess.TimeoutExpired`."""
+
+
+@dataclass(slots=True, frozen=True)
+class Rank:
+    """Another process, as rank 0 knows it."""
+
+    number: int
+    process: Process
+    channel: Channel
+
+    def end(self) -> None:
+        """Closes the channel, which ends the process. Kills it if it does not end."""
+        self.channel.close()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_END_S)
+
+
+StartRank: TypeAlias = Callable[[int, int, int], Rank]
+"""Starts the process of a rank: its number, the segment's descriptor, and how many threads it computes with."""
+
+
+def start_rank(number: int, segment: int, num_threads: int) -> Rank:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "engine.ranks.process", str(theirs.fileno()), str(segment)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), segment),
+            env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+        )
+    return Rank(number, process, Channel(ours))
+
+
+def check_supported(settings: EngineSettings) -> None:
+    """Raises `ConfigError` for what ranks cannot do."""
+    device = choose_device(settings.device).device
+    if device != "cpu":
+        raise ConfigError(_FLAG, f"needs --device cpu, not {device}: ranks on other devices are not supported yet")
+    if settings.speculation not in ("none", "ngram"):
+        raise ConfigError(_FLAG, "does not go with a draft model: take --speculation none or ngram")
+
+
+def share_of_rank(settings: EngineSettings, model_dir: Path) -> EngineSettings:
+    """The settings of rank 0: its share of threads and memory. Kernels and dtype are chosen once, here: processes
+    that measured them at the same time could choose differently. Raises `StartupError` as loading does."""
+    size = settings.tensor_parallel_size
+    num_threads = settings.num_threads or len(settings.cpu_cores) or torch.get_num_threads()
+    dtype = resolve_dtype(settings.dtype, model_dir, "cpu", settings.kernels).dtype
+    choice, _ = choose_kernels(
+        settings.kernels,
+        device=torch.device("cpu"),
+        dtype=getattr(torch, dtype),
+        cache_dir=settings.cache_dir,
+        quantization=settings.quantization,
+        model=model_identity(model_dir),
+    )
+    return EngineSettings.model_validate(
+        {
+            **{name: getattr(settings, name) for name in EngineSettings.model_fields},
+            "device": "cpu",
+            "dtype": dtype,
+            "kernels": choice.instruction_set,
+            "num_threads": max(1, num_threads // size),
+            "kv_cache_memory_gb": (settings.kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB) / size,
+            "host_cache_gb": settings.host_cache_gb / size,
+            "swap_space_gb": settings.swap_space_gb / size,
+        }
+    )
+
+
+def cores_of_rank(settings: EngineSettings, rank: int) -> list[int]:
+    """Cores that the rank is pinned to: neighbours, as many as the others have; all if there are fewer than ranks."""
+    cores, size = settings.cpu_cores, settings.tensor_parallel_size
+    if len(cores) < size:
+        return list(cores)
+    return list(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size])
+
+
+def join_of_rank(settings: EngineSettings, share: EngineSettings, model_dir: Path, rank: int, pids: list[int]) -> Join:
+    """What another rank is told: as rank 0, but for the host memory, which rank 0 has for all."""
+    share = share.model_copy(update={"host_cache_gb": 0.0, "preemption_mode": "recompute"})
+    return Join(
+        rank=rank,
+        size=settings.tensor_parallel_size,
+        pids=pids,
+        name=f"rank {rank}",
+        model_dir=str(model_dir),
+        settings=share.model_dump_json(),
+        cores=cores_of_rank(settings, rank),
+        log_level=shown_level(),
+    )

@@ -1,0 +1,100 @@
+"""The process of any rank but the first: `python -m engine.ranks.process SOCKET SEGMENT`, started by
+`engine.ranks.launch`. Both are descriptors that it inherits.
+
+It ends when rank 0 does, however that ends: Linux makes sure of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from common.config import EngineSettings
+from common.errors import BatonError
+from common.logs import setup_logging
+from common.process.parent import die_with_parent
+from common.version import VERSION
+from engine.local.device import LocalDevice
+from engine.ranks.alive import LostRankError, RankWatch
+from engine.ranks.messages import Channel, Done, Failed, Join, Ready, Step
+from engine.ranks.shared_cache import SharedCache
+from engine.ranks.shared_memory import SharedMemoryGroup
+
+log = logging.getLogger(__name__)
+
+
+def ready(device: LocalDevice) -> Ready:
+    """What the ranks compare."""
+    info = device.info
+    return Ready(
+        release=VERSION,
+        spec=info.spec,
+        num_blocks=info.num_blocks,
+        num_cache_blocks=len(device.kv_cache),
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        kernels=info.kernels,
+    )
+
+
+def serve(channel: Channel, join: Join, segment: int) -> None:
+    """Computes what rank 0 says, until it closes the channel. `segment` is closed."""
+    group = SharedMemoryGroup(segment, join.rank, join.size, RankWatch(join.pids).problem)
+    os.close(segment)
+    try:
+        memory = SharedCache()
+        device = LocalDevice(
+            Path(join.model_dir),
+            EngineSettings.model_validate_json(join.settings),
+            raises=True,
+            group=group,
+            allocate=memory.allocate,
+        )
+        channel.send(ready(device), [memory.file])
+        memory.close()
+        _compute(channel, device)
+    except LostRankError as error:  # rank 0 knows, or waits for the same one
+        log.warning("this rank ends", extra={"reason": error.message})
+    except (EOFError, ConnectionError):
+        return
+    except Exception as error:
+        if not isinstance(error, BatonError):
+            log.exception("a rank failed")
+        reason = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+        channel.send(Failed(reason))
+    group.fail()
+
+
+def _compute(channel: Channel, device: LocalDevice) -> None:
+    while True:
+        message, _ = channel.receive()
+        if not isinstance(message, Step):
+            raise ValueError(f"rank 0 said {type(message).__name__}")
+        device.end(device.begin(message.as_input()))
+        channel.send(Done(message.number))
+
+
+def main() -> int:
+    channel, segment = Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; rank 0 decides
+    try:
+        message, _ = channel.receive()
+    except (EOFError, OSError):
+        return 1
+    if not isinstance(message, Join):
+        return 1
+    setup_logging(message.name, level=message.log_level)
+    if message.cores:
+        os.sched_setaffinity(0, message.cores)
+    serve(channel, message, segment)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Ranks of one host that exchange values in memory which they share: `engine/kernels/source/exchange.h`.
+
+The memory has no name, so two workers never meet in it and nothing is left when they end, however they end: it belongs
+to the file descriptor that each rank inherits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from common.errors import StartupError
+from engine.kernels.library import RANK_IS_LOST, exchange_library
+from engine.ranks.alive import LostRankError
+
+SLOT_BYTES = 1 << 20  # values of one turn; more are exchanged slot by slot, while they are in a core's cache
+
+
+def make_segment(size: int) -> int:
+    """A file descriptor of memory in which `size` ranks can meet. Raises `StartupError` if there is no way to here."""
+    library = exchange_library()
+    if library is None or not hasattr(os, "memfd_create"):
+        why = "the compiled kernels" if library is None else "Linux"
+        raise StartupError(f"--tensor-parallel-size {size} needs {why}: ranks of a host meet in shared memory")
+    segment = os.memfd_create("baton-ranks")
+    os.ftruncate(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
+    return segment
+
+
+class SharedMemoryGroup:
+    """A `RankGroup`. Ranks that keep pace wait for each other on their cores, for some tens of microseconds; who waits
+    longer sleeps."""
+
+    def __init__(self, segment: int, rank: int, size: int, problem: Callable[[int], str]) -> None:
+        """`segment` is what `make_segment` made; it may be closed then. `problem` is asked ten times a second for why a
+        rank that is waited for will never come (`RankWatch.problem`)."""
+        library = exchange_library()
+        if library is None:
+            raise StartupError("ranks of a host need the compiled kernels")
+        self.rank, self.size = rank, size
+        self._library = library
+        self._problem = problem
+        self._reason = ""
+        self._is_lost = RANK_IS_LOST(self._ask)  # as long as the library may call it
+        memory = mmap.mmap(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._exchange = ctypes.c_void_p(
+            library.baton_exchange(self._memory.data_ptr(), rank, size, SLOT_BYTES, self._is_lost)
+        )
+        weakref.finalize(self, library.baton_exchange_end, self._exchange).atexit = False
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Raises `LostRankError` if a rank will not come: the group is of no use then."""
+        if values.dtype not in (torch.float32, torch.bfloat16) or not values.is_contiguous():
+            plain = values.float().contiguous()
+            self.all_reduce(plain)
+            values.copy_(plain)
+            return
+        self._check(
+            self._library.baton_add_up(
+                self._exchange, values.data_ptr(), values.dtype == torch.bfloat16, values.numel()
+            )
+        )
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Raises `LostRankError` as `all_reduce` does."""
+        values = values.contiguous()
+        *shape, width = values.shape
+        out = torch.empty((*shape, self.size * width), dtype=values.dtype)
+        if out.numel():
+            row_bytes = width * values.element_size()
+            rows = values.nbytes // row_bytes
+            self._check(self._library.baton_gather(self._exchange, values.data_ptr(), rows, row_bytes, out.data_ptr()))
+        return out
+
+    def fail(self) -> None:
+        """Tells the others that this rank will not go on: they wait for it in vain from now on."""
+        self._library.baton_exchange_fail(self._exchange)
+
+    def _check(self, lost: int) -> None:
+        if lost >= 0:
+            raise LostRankError(self._reason or self._problem(lost) or f"rank {lost} has failed")
+
+    def _ask(self, rank: int) -> int:
+        try:
+            self._reason = self._problem(rank)
+        except Exception as error:  # nothing may be raised through the library
+            self._reason = f"rank {rank} cannot be watched: {type(error).__name__}: {error}"
+        return bool(self._reason)
