@@ -69,7 +69,7 @@ class LocalDevice(Device):
         ranks cannot share the model.
         """
         group = group or OneRank()
-        if group.size != settings.tensor_parallel_size:
+        if group.size == 1 and settings.tensor_parallel_size > 1:
             raise ConfigError("--tensor-parallel-size", "is for workers: here one process computes the whole model")
         self._group = group
         loaded = load_model(model_dir, settings, group)

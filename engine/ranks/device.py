@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +48,7 @@ class RankedDevice(Device):
         self._others: list[Rank] = []
         self._said: dict[int, tuple[Message, list[int]]] = {}  # by rank: read, and not taken yet
         self._looked_at = time.monotonic()
+        self._group: SharedMemoryGroup | None = None
         segment = make_segment(size)
         try:
             for number in range(1, size):
@@ -57,10 +57,10 @@ class RankedDevice(Device):
             self._watch = RankWatch(pids)
             for rank in self._others:
                 rank.channel.send(join_of_rank(settings, share, model_dir, rank.number, pids))
-            group = SharedMemoryGroup(segment, 0, size, self._problem)
+            self._group = SharedMemoryGroup(segment, 0, size, self._problem)
             if cores := cores_of_rank(settings, 0):
                 os.sched_setaffinity(0, cores)
-            self._local = LocalDevice(model_dir, share, raises=True, group=group)
+            self._local = LocalDevice(model_dir, share, raises=True, group=self._group)
             self._joined = [self._plane_of(rank) for rank in self._others]
             self._host_caches = [allocate_host_cache(share, plane.spec, self._local.device) for plane in self._joined]
         except (LostRankError, OSError) as error:
@@ -73,7 +73,7 @@ class RankedDevice(Device):
             os.close(segment)
         info = self._local.info
         spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
-        self.info = replace(info, spec=spec)
+        self.info = replace(info, spec=spec, device_reason=f"{info.device_reason}; {size} ranks share the model")
         self.device = self._local.device
         log.info("ranks ready", extra={"num_ranks": size, "threads_of_each": share.num_threads})
 
@@ -126,6 +126,8 @@ class RankedDevice(Device):
 
     def close(self) -> None:
         """Ends the other ranks."""
+        if self._group is not None:
+            self._group.fail()
         for rank in self._others:
             rank.end()
         for _, files in self._said.values():
@@ -169,13 +171,15 @@ class RankedDevice(Device):
         """Why the rank will compute nothing any more, in one line; empty if it may. Never waits."""
         channel = self._others[number - 1].channel
         if number not in self._said and channel.has_message():
-            with suppress(EOFError, OSError, ValueError):
+            try:
                 self._said[number] = channel.receive()
+            except (EOFError, OSError):
+                return self._watch.ended(number)
+            except Exception as error:
+                return f"rank {number} cannot be understood: {type(error).__name__}: {error}"
         match self._said.get(number):
             case (Failed(reason), _):
                 return f"rank {number}: {reason}"
-            case None if channel.has_message():  # the other end is closed
-                return self._watch.ended(number)
             case None:
                 return self._watch.problem(number)
         return ""

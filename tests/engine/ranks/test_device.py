@@ -1,0 +1,308 @@
+"""A worker's device of several ranks: the same answers as one rank's, and what becomes of ranks that are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import EngineSettings
+from common.errors import ConfigError, StartupError
+from common.sampling import SamplingParams
+from common.types import SampledToken
+from engine import messages as m
+from engine.core import EngineCore
+from engine.device import Device
+from engine.devices import open_device
+from engine.kernels.library import exchange_library
+from engine.local.device import LocalDevice
+from engine.ranks import process
+from engine.ranks.alive import LostRankError
+from engine.ranks.device import RankedDevice
+from engine.ranks.launch import Rank, start_rank
+from engine.ranks.messages import Channel, Done, Failed, Join, Step
+from engine.step import Draw, LogitEdits, Scoring, StepInput, StepRow
+from kv_store.base import ConnectorConfig
+from kv_store.registry import create_connector
+from tests.engine.tiny_models import BLOCK_SIZE, VOCAB_SIZE, make_model
+from tests.support.fake_device import add, assert_idle, run, tokens_of
+
+pytestmark = pytest.mark.skipif(exchange_library() is None, reason="no kernels were built")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = [
+    [(7 * number + 3 * place) % VOCAB_SIZE for place in range(length)] for number, length in enumerate((61, 20, 43))
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "shared_by_ranks")
+
+
+class ThreadRank(threading.Thread):
+    """A rank in a thread of this process; waiting for others lets go of Python's lock."""
+
+    def __init__(self, segment: int, serve: Callable[[Channel, Join, int], None]) -> None:
+        super().__init__(daemon=True)
+        self.pid = os.getpid()
+        self._segment = os.dup(segment)
+        self._serve = serve
+        ours, theirs = socket.socketpair()
+        self.ours, self.theirs = Channel(ours), Channel(theirs)
+
+    def run(self) -> None:
+        try:
+            message, _ = self.theirs.receive()
+            assert isinstance(message, Join)
+            self._serve(self.theirs, message, self._segment)
+        except (EOFError, OSError):
+            pass
+        finally:
+            self.theirs.close()
+
+    def kill(self) -> None:
+        raise AssertionError("it does not end")
+
+    def wait(self, timeout: float) -> None:
+        self.join(timeout)
+        if self.is_alive():
+            raise subprocess.TimeoutExpired("a rank", timeout)
+
+
+def in_threads(serve: Callable[[Channel, Join, int], None] = process.serve) -> Callable[[int, int, int], Rank]:
+    def start(number: int, segment: int, num_threads: int) -> Rank:
+        thread = ThreadRank(segment, serve)
+        thread.start()
+        return Rank(number, thread, thread.ours)
+
+    return start
+
+
+def settings_of(num_ranks: int, **changes: object) -> EngineSettings:
+    values = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 40,
+        "max_model_len": 128,
+        "chunk_size": 24,
+        "num_threads": 1,
+        "tensor_parallel_size": num_ranks,
+        **changes,
+    }
+    return EngineSettings.model_validate(values)
+
+
+@contextmanager
+def ranked(model: Path, num_ranks: int, **changes: object) -> Iterator[RankedDevice]:
+    device = RankedDevice(model, settings_of(num_ranks, **changes), in_threads())
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def answers(device: Device, settings: EngineSettings) -> tuple[dict[str, list[int]], int]:
+    """Of all prompts at once, then of the last one again. And how often one was preempted."""
+    ticks = iter(range(10**9))
+    connector = create_connector("memory", ConnectorConfig(worker_id="test"), settings.tensor_parallel_size)
+    core = EngineCore(settings, device, connector, lambda: float(next(ticks)), lambda: None)
+    for number, prompt in enumerate(PROMPTS):
+        add(core, str(number), prompt, params=GREEDY)
+    events = run(core)
+    add(core, "again", PROMPTS[-1], params=GREEDY)
+    events += run(core)
+    assert_idle(core)
+    core.close()
+    preempted = max(event.num_preemptions for event in events if isinstance(event, m.TokensGenerated))
+    return tokens_of(events), preempted
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_answers_are_those_of_one_rank(model: Path, num_ranks: int, mode: str) -> None:
+    """Chunks, batches, blocks found again, requests that give their blocks up and come back."""
+    changes = {"num_blocks": 9, "preemption_mode": mode, "swap_space_gb": 0.01, "host_cache_gb": 0.001}
+    settings = settings_of(1, **changes)
+    wanted, _ = answers(LocalDevice(model, settings), settings)
+    with ranked(model, num_ranks, **changes) as device:
+        given, num_preemptions = answers(device, settings_of(num_ranks, **changes))
+    assert given == wanted
+    assert num_preemptions > 0
+
+
+def rows() -> list[StepRow]:
+    """One of each kind."""
+    edits = LogitEdits(repetition_penalty=1.5)
+    return [
+        StepRow(token_ids=[5, 6, 7], num_computed_tokens=0, block_ids=[4], draw=Draw(index=0, temperature=0.0)),
+        StepRow(token_ids=[9], num_computed_tokens=0, block_ids=[5], draw=Draw(index=3, seed=7, num_top=2)),
+        StepRow(token_ids=[1, 2], num_computed_tokens=0, block_ids=[6], draw=Draw(index=0, seed=1, edits=edits)),
+        StepRow(
+            token_ids=[1, 2, 3],
+            num_computed_tokens=0,
+            block_ids=[7],
+            score=Scoring(start=0, token_ids=[2, 3], num_top=1),
+        ),
+        StepRow(token_ids=[8, 9], num_computed_tokens=0, block_ids=[8], num_pooled=2),
+    ]
+
+
+def ids(tokens: list[SampledToken | None]) -> list[int | None]:
+    return [None if token is None else token.token_id for token in tokens]
+
+
+def test_every_kind_of_row(model: Path) -> None:
+    expected = LocalDevice(model, settings_of(1)).compute(rows())
+    with ranked(model, 2) as device:
+        device.warm_up()
+        given = device.compute(rows())
+        whole, shards = device.info.spec, [plane.spec for plane in device.planes()]
+        caches = [torch.as_tensor(plane.cache) for plane in device.planes()]
+        assert all(cache[4].count_nonzero() for cache in caches)
+    assert ids(given.tokens) == ids(expected.tokens)
+    assert [score.token_id for score in given.scores[3]] == [2, 3]
+    torch.testing.assert_close(torch.tensor(given.pooled[4]), torch.tensor(expected.pooled[4]), atol=1e-4, rtol=1e-4)
+    assert (whole.num_kv_heads, whole.tp_size) == (2, 1)
+    assert [(shard.num_kv_heads, shard.tp_rank, shard.tp_size) for shard in shards] == [(1, 0, 2), (1, 1, 2)]
+    assert {shard.fingerprint() for shard in shards} == {whole.fingerprint()}
+
+
+def test_only_what_decides_about_exchanges_is_sent() -> None:
+    step = StepInput(number=3, rows=rows())
+    sent = Step.of(step).as_input()
+    assert [row.block_ids[0] for row in sent.rows] == [4, 5, 6, 7, 8]
+    assert [row.draw and row.draw.is_likeliest for row in sent.rows] == [True, False, False, None, None]
+    assert sent.rows[3].score == step.rows[3].score
+    assert sent.rows[4].num_pooled == 2
+
+
+def test_a_rank_that_cannot_load_is_named(model: Path) -> None:
+    def serve(channel: Channel, _join: Join, _segment: int) -> None:
+        channel.send(Failed("the weights need 7 GiB"))
+
+    with pytest.raises(StartupError, match=r"^rank 1: the weights need 7 GiB$"):
+        RankedDevice(model, settings_of(2), in_threads(serve))
+
+
+def test_a_rank_of_another_release_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(channel: Channel, join: Join, segment: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(process, "VERSION", "0.0.1")
+            process.serve(channel, join, segment)
+
+    with pytest.raises(StartupError, match=r"^rank 1 differs from rank 0: release 0\.0\.1, not "):
+        RankedDevice(model, settings_of(2), in_threads(serve))
+
+
+def test_a_rank_that_fails_in_a_step_ends_the_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranked(model, 2) as device:
+        compute, main = LocalDevice._compute, threading.current_thread()
+
+        def failing(self: LocalDevice, *arguments: object) -> object:
+            if threading.current_thread() is not main:
+                raise ArithmeticError("a defect")
+            return compute(self, *arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(LocalDevice, "_compute", failing)
+        with pytest.raises(LostRankError, match=r"^rank 1: ArithmeticError: a defect$"):
+            device.compute(rows())
+
+
+def test_a_rank_that_ends_between_steps_is_found(model: Path) -> None:
+    ended = threading.Event()
+
+    def serve(channel: Channel, join: Join, segment: int) -> None:
+        process.serve(LeavingChannel(channel), join, segment)
+        channel.close()
+        ended.set()
+
+    device = RankedDevice(model, settings_of(2), in_threads(serve))
+    device.check_alive()
+    device.compute(rows()[:1])
+    assert ended.wait(60)
+    with pytest.raises(LostRankError, match=rf"^rank 1 \(process {os.getpid()}\) has ended$"):
+        while True:
+            device.check_alive()
+            time.sleep(0.01)
+    device.close()
+
+
+class LeavingChannel(Channel):
+    """Ends after one step."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._is_last = False
+
+    def receive(self) -> tuple[object, list[int]]:  # type: ignore[override]
+        if self._is_last:
+            raise EOFError
+        return self._channel.receive()
+
+    def send(self, message: object, files: object = ()) -> None:
+        self._is_last = isinstance(message, Done)
+        self._channel.send(message, files)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "simulated"}, "a simulated device takes the time that --simulated-time says"),
+        ({"speculation": "another-model"}, "does not go with a draft model: take --speculation none or ngram"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(model: Path, changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_device(model, settings_of(2, **changes))
+    assert caught.value.message == f"--tensor-parallel-size: {reason}"
+
+
+def test_heads_that_cannot_be_shared_are_named(model: Path) -> None:
+    with pytest.raises(StartupError, match=r"^--tensor-parallel-size 3 does not divide 4 attention heads$"):
+        RankedDevice(model, settings_of(3), in_threads())
+
+
+def test_a_command_of_one_process_says_so(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--tensor-parallel-size: is for workers"):
+        LocalDevice(model, settings_of(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_real_processes(model: Path, signum: signal.Signals, is_idle: bool) -> None:
+    pids: list[int] = []
+
+    def start(number: int, segment: int, num_threads: int) -> Rank:
+        rank = start_rank(number, segment, num_threads)
+        pids.append(rank.process.pid)
+        return rank
+
+    settings = settings_of(2)
+    wanted, _ = answers(LocalDevice(model, settings_of(1)), settings_of(1))
+    device = RankedDevice(model, settings, start)
+    given, _ = answers(device, settings)
+    assert given == wanted
+    os.kill(pids[0], signum)
+    since = time.monotonic()
+    what = "has ended" if signum == signal.SIGKILL else "was stopped by a signal"
+    with pytest.raises(LostRankError, match=rf"^rank 1 \(process {pids[0]}\) {what}$"):
+        while time.monotonic() < since + 30:
+            if is_idle:
+                device.check_alive()
+                time.sleep(0.05)
+            else:
+                device.compute(rows())
+    device.close()
+    assert not Path(f"/proc/{pids[0]}").exists()
