@@ -14,6 +14,7 @@ BatonError
 ├── AbortedError              an operator ended the request                ABORTED              499
 ├── SlowReaderError           its caller left too much of it unread        ABORTED              408
 ├── InternalError             a defect of ours                             INTERNAL             500
+│   └── LostRankError         a process that computes a part of the model is gone
 ├── ConfigError               a setting is wrong: names the key            (at start only)
 ├── StartupError              a process cannot start: one line that says why
 └── TransferError             KV did not arrive; becomes a fallback, never a failed request
@@ -129,6 +130,11 @@ class SlowReaderError(BatonError):
 
 class InternalError(BatonError):
     pass
+
+
+class LostRankError(InternalError):
+    """A process that computes a part of the model is gone, so no step can be computed any more. The message is one line
+    that names the rank."""
 
 
 class ConfigError(BatonError):

@@ -44,7 +44,12 @@ from common.types import SampledToken
 
 ValueT = TypeVar("ValueT")
 
-_OF_WORKERS = ("announce", "cpu_cores", "engine_timeout")  # settings of the processes around an engine
+_OF_WORKERS = (
+    "announce",
+    "cpu_cores",
+    "engine_timeout",
+    "tensor_parallel_size",
+)  # settings of the processes around an engine
 OPTIONS = frozenset(EngineSettings.model_fields) - set(_OF_WORKERS)
 """What `LLM` takes besides `target`: the engine's settings, as `baton worker --help` explains them."""
 

@@ -6,15 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.errors import InternalError
-
 STOPPED_S = 0.8  # a process that somebody stopped for so long counts as lost
 _LOOKS_TOGETHER_S = 1.5  # what lies between two looks that are further apart was not seen: this process may have stood
-
-
-class LostRankError(InternalError):
-    """A process that computes a part of the model is gone, so no step can be computed any more. The message is one line
-    that names the rank."""
 
 
 class RankWatch:

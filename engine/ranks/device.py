@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from common.config import EngineSettings
-from common.errors import StartupError
+from common.errors import LostRankError, StartupError
 from engine.blocks.host_tier import BlockCopy
 from engine.device import Device, KVPlane, Ticket, do_nothing
 from engine.local.device import LocalDevice, warm_up_rows
 from engine.local.host_cache import allocate_host_cache, copy_blocks
-from engine.ranks.alive import LostRankError, RankWatch
+from engine.ranks.alive import RankWatch
 from engine.ranks.launch import Rank, StartRank, check_supported, cores_of_rank, join_of_rank, share_of_rank, start_rank
 from engine.ranks.messages import Done, Failed, Message, Ready, Step
 from engine.ranks.process import ready

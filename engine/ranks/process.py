@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from common.config import EngineSettings
-from common.errors import BatonError
+from common.errors import BatonError, LostRankError
 from common.logs import setup_logging
 from common.process.parent import die_with_parent
 from common.version import VERSION
 from engine.local.device import LocalDevice
-from engine.ranks.alive import LostRankError, RankWatch
+from engine.ranks.alive import RankWatch
 from engine.ranks.messages import Channel, Done, Failed, Join, Ready, Step
 from engine.ranks.shared_cache import SharedCache
 from engine.ranks.shared_memory import SharedMemoryGroup

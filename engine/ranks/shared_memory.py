@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from common.errors import StartupError
+from common.errors import LostRankError, StartupError
 from engine.kernels.library import RANK_IS_LOST, exchange_library
-from engine.ranks.alive import LostRankError
 
 SLOT_BYTES = 1 << 20  # values of one turn; more are exchanged slot by slot, while they are in a core's cache
 

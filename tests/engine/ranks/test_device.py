@@ -8,15 +8,16 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from common.config import EngineSettings
-from common.errors import ConfigError, StartupError
+from common.errors import ConfigError, LostRankError, StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
@@ -26,10 +27,9 @@ from engine.devices import open_device
 from engine.kernels.library import exchange_library
 from engine.local.device import LocalDevice
 from engine.ranks import process
-from engine.ranks.alive import LostRankError
 from engine.ranks.device import RankedDevice
 from engine.ranks.launch import Rank, start_rank
-from engine.ranks.messages import Channel, Done, Failed, Join, Step
+from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready, Step
 from engine.step import Draw, LogitEdits, Scoring, StepInput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.registry import create_connector
@@ -144,16 +144,12 @@ def test_answers_are_those_of_one_rank(model: Path, num_ranks: int, mode: str) -
 def rows() -> list[StepRow]:
     """One of each kind."""
     edits = LogitEdits(repetition_penalty=1.5)
+    score = Scoring(start=0, token_ids=[2, 3], num_top=1)
     return [
         StepRow(token_ids=[5, 6, 7], num_computed_tokens=0, block_ids=[4], draw=Draw(index=0, temperature=0.0)),
         StepRow(token_ids=[9], num_computed_tokens=0, block_ids=[5], draw=Draw(index=3, seed=7, num_top=2)),
         StepRow(token_ids=[1, 2], num_computed_tokens=0, block_ids=[6], draw=Draw(index=0, seed=1, edits=edits)),
-        StepRow(
-            token_ids=[1, 2, 3],
-            num_computed_tokens=0,
-            block_ids=[7],
-            score=Scoring(start=0, token_ids=[2, 3], num_top=1),
-        ),
+        StepRow(token_ids=[1, 2, 3], num_computed_tokens=0, block_ids=[7], score=score),
         StepRow(token_ids=[8, 9], num_computed_tokens=0, block_ids=[8], num_pooled=2),
     ]
 
@@ -195,11 +191,24 @@ def test_a_rank_that_cannot_load_is_named(model: Path) -> None:
         RankedDevice(model, settings_of(2), in_threads(serve))
 
 
-def test_a_rank_of_another_release_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class OldChannel(Channel):
+    """Of a rank of another release."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def receive(self) -> tuple[Message, list[int]]:
+        return self._channel.receive()
+
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        if isinstance(message, Ready):
+            message = msgspec.structs.replace(message, release="0.0.1")
+        self._channel.send(message, files)
+
+
+def test_a_rank_of_another_release_is_named(model: Path) -> None:
     def serve(channel: Channel, join: Join, segment: int) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(process, "VERSION", "0.0.1")
-            process.serve(channel, join, segment)
+        process.serve(OldChannel(channel), join, segment)
 
     with pytest.raises(StartupError, match=r"^rank 1 differs from rank 0: release 0\.0\.1, not "):
         RankedDevice(model, settings_of(2), in_threads(serve))
@@ -219,40 +228,39 @@ def test_a_rank_that_fails_in_a_step_ends_the_device(model: Path, monkeypatch: p
             device.compute(rows())
 
 
-def test_a_rank_that_ends_between_steps_is_found(model: Path) -> None:
-    ended = threading.Event()
+class LeavingChannel(OldChannel):
+    """Of a rank that ends after one step."""
 
+    _is_last = False
+
+    def receive(self) -> tuple[Message, list[int]]:
+        if self._is_last:
+            raise EOFError
+        return super().receive()
+
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        self._is_last = isinstance(message, Done)
+        self._channel.send(message, files)
+
+
+def repeat(work: Callable[[], object]) -> None:
+    """Until it raises something."""
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        work()
+        time.sleep(0.02)
+
+
+def test_a_rank_that_ends_between_steps_is_found(model: Path) -> None:
     def serve(channel: Channel, join: Join, segment: int) -> None:
         process.serve(LeavingChannel(channel), join, segment)
-        channel.close()
-        ended.set()
 
     device = RankedDevice(model, settings_of(2), in_threads(serve))
     device.check_alive()
     device.compute(rows()[:1])
-    assert ended.wait(60)
     with pytest.raises(LostRankError, match=rf"^rank 1 \(process {os.getpid()}\) has ended$"):
-        while True:
-            device.check_alive()
-            time.sleep(0.01)
+        repeat(device.check_alive)
     device.close()
-
-
-class LeavingChannel(Channel):
-    """Ends after one step."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._is_last = False
-
-    def receive(self) -> tuple[object, list[int]]:  # type: ignore[override]
-        if self._is_last:
-            raise EOFError
-        return self._channel.receive()
-
-    def send(self, message: object, files: object = ()) -> None:
-        self._is_last = isinstance(message, Done)
-        self._channel.send(message, files)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -295,14 +303,8 @@ def test_real_processes(model: Path, signum: signal.Signals, is_idle: bool) -> N
     given, _ = answers(device, settings)
     assert given == wanted
     os.kill(pids[0], signum)
-    since = time.monotonic()
     what = "has ended" if signum == signal.SIGKILL else "was stopped by a signal"
     with pytest.raises(LostRankError, match=rf"^rank 1 \(process {pids[0]}\) {what}$"):
-        while time.monotonic() < since + 30:
-            if is_idle:
-                device.check_alive()
-                time.sleep(0.05)
-            else:
-                device.compute(rows())
+        repeat(device.check_alive if is_idle else lambda: device.compute(rows()))
     device.close()
     assert not Path(f"/proc/{pids[0]}").exists()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import LostRankError
 from engine.kernels.library import exchange_library
-from engine.ranks.alive import STOPPED_S, LostRankError, RankWatch
+from engine.ranks.alive import STOPPED_S, RankWatch
 from engine.ranks.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from tests.engine.ranks.groups import on_all
 

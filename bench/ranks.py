@@ -1,0 +1,225 @@
+"""What ranks of one model cost each other: exchanges of values, and steps that they compute together.
+
+    python -m bench.ranks exchange [--ranks 2] [--bytes 8192,1048576] [--repeats 400] [--dtype float32]
+    python -m bench.ranks steps [--ranks 2] [--model DIRECTORY] [--dtype bfloat16] [--repeats 5]
+
+`exchange`: microseconds of an all-reduce in shared memory and by Gloo over loopback, the median on rank 0, and how long
+its thread had a core for each.
+
+`steps`: milliseconds of a decode step of 1 and of 8 sequences after 128 tokens and of a prompt of 512 tokens, by one
+process with as many threads as there are ranks, and by the ranks with one thread each; the median. Then the share of the
+ranks' time that rank 0 spent in exchanges, waiting included. Without --model a Llama of 16 layers with random weights
+computes: the embedded model has 9 heads, which 2 ranks cannot share.
+
+Times are those of a clock: nothing else may run, and each rank needs a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import ClassVar
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import FileStore
+from transformers import LlamaConfig
+
+from bench.engine import random_model
+from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
+from common.cpu import read_cpu
+from engine.device import Device
+from engine.loading.embedded_model import ensure_model
+from engine.local.device import LocalDevice
+from engine.ranks.device import RankedDevice
+from engine.ranks.group import GlooGroup, RankGroup
+from engine.ranks.shared_memory import SharedMemoryGroup, make_segment
+from engine.step import Draw, StepRow
+
+BLOCK_SIZE = 16
+CONTEXT, PROMPT = 128, 512
+LLAMA = {
+    "vocab_size": 49152,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+_LIKELIEST = Draw(index=0, temperature=0.0)
+
+
+def seconds_of(group: RankGroup, sizes: Sequence[int], repeats: int, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Of one all-reduce of each size: the median, and this thread's seconds on a core in the mean."""
+    found = []
+    for num_bytes in sizes:
+        values = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype)
+        for _ in range(10):
+            group.all_reduce(values)
+        taken, on_core = [], time.thread_time()
+        for _ in range(repeats):
+            start = time.perf_counter()
+            group.all_reduce(values)
+            taken.append(time.perf_counter() - start)
+        found.append((statistics.median(taken), (time.thread_time() - on_core) / repeats))
+    return found
+
+
+def exchange(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dtype = getattr(torch, args.dtype)
+    segment = make_segment(args.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        make: dict[str, Callable[[int], RankGroup]] = {
+            "shared memory": lambda rank: SharedMemoryGroup(segment, rank, args.ranks, lambda _: ""),
+            "Gloo": lambda rank: GlooGroup(FileStore(f"{folder}/store", args.ranks), rank, args.ranks),
+        }
+        table = Table(title=f"{read_cpu().title}\n{args.ranks} ranks, {args.dtype}: an all-reduce, µs")
+        for name in ("bytes", *(f"{way}{what}" for way in make for what in (", median", ", on a core"))):
+            table.add_column(name, justify="right")
+        columns = [_on_all(args.ranks, one, args.bytes, args.repeats, dtype) for one in make.values()]
+    for num_bytes, *ways in zip(args.bytes, *columns, strict=True):
+        table.add_row(f"{num_bytes:,}", *(f"{1e6 * value:.1f}" for way in ways for value in way))
+    Console(width=120).print(table)
+
+
+def _on_all(
+    size: int, make: Callable[[int], RankGroup], sizes: Sequence[int], repeats: int, dtype: torch.dtype
+) -> list[tuple[float, float]]:
+    """What rank 0 measures; the others are forks of this process."""
+    fork = multiprocessing.get_context("fork")
+
+    def work(rank: int) -> None:
+        seconds_of(make(rank), sizes, repeats, dtype)
+        os._exit(0)
+
+    others = [fork.Process(target=work, args=(rank,), daemon=True) for rank in range(1, size)]
+    for process in others:
+        process.start()
+    found = seconds_of(make(0), sizes, repeats, dtype)
+    for process in others:
+        process.join(10)
+    return found
+
+
+def step_rows(batch: int) -> list[StepRow]:
+    """Decodes of so many sequences; 0: a prompt."""
+    if not batch:
+        blocks = list(range(PROMPT // BLOCK_SIZE))
+        return [StepRow(token_ids=[5] * PROMPT, num_computed_tokens=0, block_ids=blocks, draw=_LIKELIEST)]
+    blocks_each = CONTEXT // BLOCK_SIZE + 1
+    return [
+        StepRow(
+            token_ids=[7 + number],
+            num_computed_tokens=CONTEXT,
+            block_ids=list(range(number * blocks_each, (number + 1) * blocks_each)),
+            draw=_LIKELIEST,
+        )
+        for number in range(batch)
+    ]
+
+
+class Watched(SharedMemoryGroup):
+    """Adds up the seconds that exchanges take."""
+
+    seconds: ClassVar[float] = 0.0
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        start = time.perf_counter()
+        super().all_reduce(values)
+        Watched.seconds += time.perf_counter() - start
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        start = time.perf_counter()
+        gathered = super().all_gather(values)
+        Watched.seconds += time.perf_counter() - start
+        return gathered
+
+
+def measure(device: Device, batch: int, repeats: int) -> tuple[float, float]:
+    """Milliseconds of a step, and the share of exchanges in all of them."""
+    rows, times = step_rows(batch), 1 if not batch else 16
+    device.compute(rows)
+    taken, Watched.seconds = [], 0.0
+    for _ in range(repeats * times):
+        start = time.perf_counter()
+        device.compute(rows)
+        taken.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(taken), Watched.seconds / sum(taken)
+
+
+def steps(args: argparse.Namespace) -> None:
+    embedded = ensure_model(DEFAULT_MODEL, default_cache_dir(), print)
+    with random_model(LlamaConfig(**LLAMA), embedded) if args.model is None else nullcontext(args.model) as model_dir:
+        one, ranks = (_measured(model_dir, args, num_ranks) for num_ranks in (1, args.ranks))
+    table = Table(title=f"{read_cpu().title}\n{args.dtype}: a step, ms")
+    for name in (
+        "step",
+        f"one process, {args.ranks} threads",
+        f"{args.ranks} ranks, a thread each",
+        "times",
+        "exchanges",
+    ):
+        table.add_column(name, justify="right")
+    for name, (alone, _), (shared, share) in zip(
+        ("decode 1", "decode 8", f"prefill {PROMPT}"), one, ranks, strict=True
+    ):
+        table.add_row(name, f"{alone:.2f}", f"{shared:.2f}", f"{alone / shared:.2f}", f"{share:.0%}")
+    Console(width=100).print(table)
+
+
+def _measured(model_dir: Path, args: argparse.Namespace, num_ranks: int) -> list[tuple[float, float]]:
+    settings = EngineSettings(
+        device="cpu",
+        dtype=args.dtype,
+        block_size=BLOCK_SIZE,
+        num_blocks=8 * (CONTEXT // BLOCK_SIZE + 1),
+        max_model_len=1024,
+        num_threads=args.ranks,
+        tensor_parallel_size=num_ranks,
+    )
+    device: LocalDevice | RankedDevice
+    if num_ranks == 1:
+        device = LocalDevice(model_dir, settings)
+    else:
+        with mock.patch("engine.ranks.device.SharedMemoryGroup", Watched):
+            device = RankedDevice(model_dir, settings)
+    device.warm_up()
+    found = [measure(device, batch, args.repeats) for batch in (1, 8, 0)]
+    if isinstance(device, RankedDevice):
+        device.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_subparsers(required=True)
+    exchanging = what.add_parser("exchange")
+    exchanging.add_argument("--bytes", type=lambda text: [int(one) for one in text.split(",")], default=[8192, 1 << 20])
+    exchanging.add_argument("--repeats", type=int, default=400)
+    exchanging.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    exchanging.set_defaults(run=exchange)
+    stepping = what.add_parser("steps")
+    stepping.add_argument("--model", type=Path)
+    stepping.add_argument("--repeats", type=int, default=5)
+    stepping.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    stepping.set_defaults(run=steps)
+    for one in (exchanging, stepping):
+        one.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
