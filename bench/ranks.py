@@ -7,8 +7,8 @@
 its thread had a core for each.
 
 `steps`: milliseconds of a decode step of 1 and of 8 sequences after 128 tokens and of a prompt of 512 tokens, by one
-process with as many threads as there are ranks, and by the ranks with one thread each; the median. Then the share of the
-ranks' time that rank 0 spent in exchanges, waiting included. Without --model a Llama of 16 layers with random weights
+process with as many threads as there are ranks, and by the ranks with one thread each; the median. Then the share of
+its time that rank 0 spent in exchanges, waiting included. Without --model a Llama of 16 layers with random weights
 computes: the embedded model has 9 heads, which 2 ranks cannot share.
 
 Times are those of a clock: nothing else may run, and each rank needs a core.

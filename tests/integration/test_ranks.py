@@ -1,0 +1,88 @@
+"""Workers whose model several processes compute: the same answers, whatever the other side's number of ranks is, and
+without those of their processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.integration.ask import Salt, ask, check
+from tests.integration.prompts import BY_NAME
+from tests.integration.reference import Expected
+from tests.integration.stack import Fleet, command, descendants, running, wait_for
+from tests.nixl import needs_nixl
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+NUM_RANKS = 3  # the embedded model has 9 heads, and 3 for K and V
+
+Answers = dict[str, Expected]
+
+
+class RankedFleet(Fleet):
+    """One prefill worker and further decode workers, each with its own number of ranks."""
+
+    def __init__(self, folder: Path, connector: str, num_ranks: Sequence[int]) -> None:
+        self._num_ranks = list(num_ranks)
+        self._ranks_at: dict[str, int] = {}
+        flags = (f"--connector={connector}", "--chunk-size=64", "--min-remote-tokens=1")
+        super().__init__(folder, *flags[:2], prefill=1, decode=len(num_ranks) - 1, router_flags=flags[2:])
+
+    def flags_of(self, address: str) -> Sequence[str]:
+        if address not in self._ranks_at:
+            self._ranks_at[address] = self._num_ranks.pop(0)
+        return (f"--tensor-parallel-size={self._ranks_at[address]}",)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes of the ranks but the first below a worker."""
+    return sorted(one for one in descendants(pid) if b"engine.ranks.process" in command(one))
+
+
+NAMES = ("one-token", "capital", "story", "chat-capital", "ledger-1200")
+
+
+@pytest.mark.parametrize(
+    ("connector", "num_ranks"),
+    [
+        ("shared_storage", (1, NUM_RANKS)),
+        pytest.param("nixl", (NUM_RANKS, 1), marks=needs_nixl),
+        pytest.param("nixl", (NUM_RANKS, NUM_RANKS), marks=needs_nixl),
+    ],
+)
+def test_unlike_pairs(
+    connector: str, num_ranks: Sequence[int], expected: Answers, salt: Salt, model_dir: object, tmp_path: Path
+) -> None:
+    """A prefill worker hands over to a decode worker of as many ranks, or more, or fewer."""
+    fleet = RankedFleet(tmp_path, connector, num_ranks)
+    with running(fleet):
+        results = ask(fleet, expected, NAMES, salt)
+        assert results["ledger-1200"].report.num_blocks_moved >= 1200 // 16
+        assert not any(result.report.fallback_reason for result in results.values())
+
+
+def test_a_rank_that_is_killed_ends_its_worker_and_the_answer_goes_on(
+    expected: Answers, salt: Salt, model_dir: object, tmp_path: Path
+) -> None:
+    case = BY_NAME["story"]
+    fleet = RankedFleet(tmp_path, "shared_storage", (NUM_RANKS, NUM_RANKS, NUM_RANKS))
+    with running(fleet):
+        with fleet.client() as client:
+            answer = client.generate(
+                expected[case.name].prompt_token_ids, temperature=0.0, max_tokens=case.max_tokens, cache_salt=salt()
+            )
+            next(iter(answer))
+            victim = fleet.busy("decode")
+            first, second = ranks_of(victim.process.popen.pid)
+            os.kill(first, signal.SIGKILL)
+            result = answer.result()
+        check({case.name: result}, expected)
+        assert result.report.num_migrations == 1
+        assert victim.process.popen.wait(60) == 1
+        assert f"(process {first}) has ended" in victim.process.tail(40)
+        wait_for("its other rank has ended", lambda: not Path(f"/proc/{second}").exists())
+        fleet.replace(victim)
