@@ -6,6 +6,7 @@ It ends when rank 0 does, however that ends: Linux makes sure of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -66,7 +67,8 @@ def serve(channel: Channel, join: Join, segment: int) -> None:
         if not isinstance(error, BatonError):
             log.exception("a rank failed")
         reason = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-        channel.send(Failed(reason))
+        with contextlib.suppress(OSError):  # rank 0 may have found the same
+            channel.send(Failed(reason))
     group.fail()
 
 
