@@ -19,6 +19,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 SOURCE = PACKAGE / "source"
 FEATURES = "features"  # the library that says what the CPU has
+EXCHANGE = "exchange"  # the one that ranks of a host meet in; needs none of the other sources
 X86_64, ARM64 = ("x86_64", "amd64"), ("aarch64", "arm64")
 
 # In the order in which they are preferred, the last first.
@@ -46,10 +47,12 @@ _FLAGS = (
 _TIMEOUT_S = 300
 
 
-def source_hash() -> str:
-    """Names the sources, so that libraries of other sources are never loaded."""
+def source_hash(name: str = "") -> str:
+    """Names the sources of library `name`, so that libraries of other sources are never loaded. All have the same, but
+    for `EXCHANGE`."""
+    own = SOURCE / f"{EXCHANGE}.cpp"
     digest = hashlib.blake2b(digest_size=6)
-    for file in sorted(SOURCE.glob("*.*")):
+    for file in [own] if name == EXCHANGE else sorted(set(SOURCE.glob("*.*")) - {own}):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     digest.update(repr((VARIANTS, _FLAGS)).encode())
     return digest.hexdigest()
@@ -57,14 +60,14 @@ def source_hash() -> str:
 
 def library_file(name: str, folder: Path = PACKAGE) -> Path:
     """Where the library of variant `name` lies if it was built from the sources of today."""
-    return folder / "lib" / f"{name}-{source_hash()}.so"
+    return folder / "lib" / f"{name}-{source_hash(name)}.so"
 
 
 def build(folder: Path = PACKAGE) -> dict[str, str]:
     """Builds what is missing into `folder`/lib. Returns what could not be built, each with the compiler's reason."""
     machine = platform.machine().lower()
     names = [name for name in VARIANTS if machine in (ARM64 if name.startswith("neon") else X86_64)]
-    missing = [name for name in [FEATURES, *names] if not library_file(name, folder).exists()]
+    missing = [name for name in [FEATURES, EXCHANGE, *names] if not library_file(name, folder).exists()]
     if not missing or not names:
         return {} if names else {"any": f"there are no kernels for {machine}"}
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
@@ -73,16 +76,16 @@ def build(folder: Path = PACKAGE) -> dict[str, str]:
     library_file(FEATURES, folder).parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         reasons = pool.map(lambda name: _compile(compiler, name, folder), missing)
-    for file in library_file(FEATURES, folder).parent.glob("*.so"):
-        if not file.stem.endswith(source_hash()):
-            file.unlink()
+    kept = {library_file(name, folder) for name in [FEATURES, EXCHANGE, *VARIANTS]}
+    for file in set(library_file(FEATURES, folder).parent.glob("*.so")) - kept:
+        file.unlink()
     return {name: reason for name, reason in zip(missing, reasons, strict=True) if reason}
 
 
 def _compile(compiler: str, name: str, folder: Path) -> str:
     """Returns why it failed, if it did. A library appears whole or not at all."""
     target = library_file(name, folder)
-    source = SOURCE / ("features.cpp" if name == FEATURES else "kernels.cpp")
+    source = SOURCE / (f"{name}.cpp" if name in (FEATURES, EXCHANGE) else "kernels.cpp")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / target.name
         command = [*compiler.split(), *_FLAGS, *VARIANTS.get(name, ()), str(source), "-o", str(output)]

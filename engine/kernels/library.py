@@ -352,17 +352,6 @@ class PackedMLPs:
         return out
 
 
-RANK_IS_LOST = ctypes.CFUNCTYPE(c_int, c_int)
-"""Asked of a rank that others have waited for in vain: 1 if it will never come."""
-
-
-def exchange_library() -> ctypes.CDLL | None:
-    """The library whose `baton_add_up` and `baton_gather` ranks of one host meet in, whichever kernels compute. None if
-    this CPU has none."""
-    variant = choose().instruction_set
-    return None if variant == TORCH else _open(variant)
-
-
 @cache
 def _open(variant: str) -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_file(variant)))
@@ -413,12 +402,6 @@ def _open(variant: str) -> ctypes.CDLL:
                 *(c_int, c_void_p, c_void_p, c_int64, c_int, c_void_p),
             ),
         ),
-        "baton_exchange_bytes": (c_int64, (c_int, c_int64)),
-        "baton_exchange": (c_void_p, (c_void_p, c_int, c_int, c_int64, RANK_IS_LOST)),
-        "baton_exchange_end": (None, (c_void_p,)),
-        "baton_exchange_fail": (None, (c_void_p,)),
-        "baton_add_up": (c_int, (c_void_p, c_void_p, c_int, c_int64)),
-        "baton_gather": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

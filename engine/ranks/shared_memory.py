@@ -1,4 +1,4 @@
-"""Ranks of one host that exchange values in memory which they share: `engine/kernels/source/exchange.h`.
+"""Ranks of one host that exchange values in memory which they share: `engine/kernels/source/exchange.cpp`.
 
 The memory has no name, so two workers never meet in it and nothing is left when they end, however they end: it belongs
 to the file descriptor that each rank inherits.
@@ -11,20 +11,47 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+from functools import cache
 
 import torch
 
 from common.errors import LostRankError, StartupError
-from engine.kernels.library import RANK_IS_LOST, exchange_library
+from engine.kernels.build import EXCHANGE, library_file
 
 SLOT_BYTES = 1 << 20  # values of one turn; more are exchanged slot by slot, while they are in a core's cache
+
+
+_IS_LOST = ctypes.CFUNCTYPE(c_int, c_int)
+"""Asked of a rank that others have waited for in vain: not 0 if it will never come."""
+
+
+@cache
+def exchange_library() -> ctypes.CDLL | None:
+    """None if it was not built."""
+    file = library_file(EXCHANGE)
+    if not file.exists():
+        return None
+    library = ctypes.CDLL(str(file))
+    signatures: dict[str, tuple[object, tuple[object, ...]]] = {
+        "baton_exchange_bytes": (c_int64, (c_int, c_int64)),
+        "baton_exchange": (c_void_p, (c_void_p, c_int, c_int, c_int64, _IS_LOST)),
+        "baton_exchange_end": (None, (c_void_p,)),
+        "baton_exchange_fail": (None, (c_void_p,)),
+        "baton_add_up": (c_int, (c_void_p, c_void_p, c_int, c_int64)),
+        "baton_gather": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def make_segment(size: int) -> int:
     """A file descriptor of memory in which `size` ranks can meet. Raises `StartupError` if there is no way to here."""
     library = exchange_library()
     if library is None or not hasattr(os, "memfd_create"):
-        why = "the compiled kernels" if library is None else "Linux"
+        why = "a library that was not built (make install does, with a C++ compiler)" if library is None else "Linux"
         raise StartupError(f"--tensor-parallel-size {size} needs {why}: ranks of a host meet in shared memory")
     segment = os.memfd_create("baton-ranks")
     os.ftruncate(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
@@ -40,12 +67,12 @@ class SharedMemoryGroup:
         rank that is waited for will never come (`RankWatch.problem`)."""
         library = exchange_library()
         if library is None:
-            raise StartupError("ranks of a host need the compiled kernels")
+            raise StartupError("the library that ranks of a host meet in was not built")
         self.rank, self.size = rank, size
         self._library = library
         self._problem = problem
         self._reason = ""
-        self._is_lost = RANK_IS_LOST(self._ask)  # as long as the library may call it
+        self._is_lost = _IS_LOST(self._ask)  # as long as the library may call it
         memory = mmap.mmap(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._exchange = ctypes.c_void_p(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from engine.kernels.build import FEATURES, VARIANTS, library_file
+from engine.kernels.build import EXCHANGE, FEATURES, VARIANTS, library_file
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "images"
@@ -129,7 +129,7 @@ def _code() -> list[Path]:
     """The compiled kernels too, which belong to the sources beside them: an image with other ones would have none."""
     files = (file for package in _PACKAGES for file in (ROOT / package).rglob("*"))
     code = [file for file in files if any(fnmatch(file.name, pattern) for pattern in _INSTALLED)]
-    return sorted([*code, *filter(Path.exists, map(library_file, (FEATURES, *VARIANTS)))])
+    return sorted([*code, *filter(Path.exists, map(library_file, (FEATURES, EXCHANGE, *VARIANTS)))])
 
 
 def _what_an_image_is_built_of(name: str) -> list[Path | str]:

@@ -1,7 +1,6 @@
 // Baton's kernels for CPUs, compiled once for each instruction set (engine/kernels/build.py), called through ctypes.
 // Pointers and sizes come from engine/kernels/library.py, which checks shapes and types.
 
-#include "exchange.h"
 #include "layer.h"
 #include "permission.h"
 #include "sample.h"
@@ -169,19 +168,4 @@ BATON void baton_sample(
         const Row own(team->scratch(thread, Row::bytes(n)), n);
         tokens[row] = sample_row(own, logits + row * n, asked[row], logprobs + row * (1 + most_top), ids + row * most_top);
     });
-}
-
-BATON int64_t baton_exchange_bytes(int size, int64_t slot_bytes) { return Exchange::memory_bytes(size, slot_bytes); }
-BATON Exchange* baton_exchange(void* memory, int rank, int size, int64_t slot_bytes, int (*is_lost)(int)) {
-    return new Exchange(memory, rank, size, slot_bytes, is_lost);
-}
-BATON void baton_exchange_end(Exchange* exchange) { delete exchange; }
-BATON void baton_exchange_fail(Exchange* exchange) { exchange->fail(); }
-
-// Both return the rank that is lost, or -1.
-BATON int baton_add_up(Exchange* exchange, void* values, int is_bf16, int64_t count) {
-    return is_bf16 ? exchange->add_up(static_cast<bf16*>(values), count) : exchange->add_up(static_cast<float*>(values), count);
-}
-BATON int baton_gather(Exchange* exchange, const void* from, int64_t rows, int64_t row_bytes, void* to) {
-    return exchange->gather(static_cast<const uint8_t*>(from), rows, row_bytes, static_cast<uint8_t*>(to));
 }

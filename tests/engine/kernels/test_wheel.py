@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.build import ARM64, FEATURES, VARIANTS, source_hash
+from engine.kernels.build import ARM64, EXCHANGE, FEATURES, VARIANTS, library_file
 from tests.engine.kernels.variants import VARIANTS as RUNNABLE
 
 ROOT = Path(__file__).parents[3]
@@ -47,8 +47,8 @@ def test_the_wheel_carries_the_kernels(tmp_path: Path) -> None:
     subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=100)
     libraries = {str(path.relative_to(installed)) for path in installed.rglob("*.so")}
     is_arm = platform.machine().lower() in ARM64
-    expected = [FEATURES, *(name for name in VARIANTS if name.startswith("neon") == is_arm)]
-    assert libraries == {f"engine/kernels/lib/{name}-{source_hash()}.so" for name in expected}
+    expected = [FEATURES, EXCHANGE, *(name for name in VARIANTS if name.startswith("neon") == is_arm)]
+    assert libraries == {f"engine/kernels/lib/{library_file(name).name}" for name in expected}
     page = Path("router", "api", "ui", "static")
     assert {one.name for one in (installed / page).iterdir()} == {one.name for one in (ROOT / page).iterdir()}
     command = [sys.executable, "-c", PRODUCT]

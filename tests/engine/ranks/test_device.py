@@ -24,19 +24,19 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.device import Device
 from engine.devices import open_device
-from engine.kernels.library import exchange_library
 from engine.local.device import LocalDevice
 from engine.ranks import process
 from engine.ranks.device import RankedDevice
 from engine.ranks.launch import Rank, start_rank
 from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready, Step
+from engine.ranks.shared_memory import exchange_library
 from engine.step import Draw, LogitEdits, Scoring, StepInput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.registry import create_connector
 from tests.engine.tiny_models import BLOCK_SIZE, VOCAB_SIZE, make_model
 from tests.support.fake_device import add, assert_idle, run, tokens_of
 
-pytestmark = pytest.mark.skipif(exchange_library() is None, reason="no kernels were built")
+pytestmark = pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [

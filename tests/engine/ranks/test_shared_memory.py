@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from common.errors import LostRankError
-from engine.kernels.library import exchange_library
 from engine.ranks.alive import STOPPED_S, RankWatch
-from engine.ranks.shared_memory import SLOT_BYTES, SharedMemoryGroup
+from engine.ranks.shared_memory import SLOT_BYTES, SharedMemoryGroup, exchange_library
 from tests.engine.ranks.groups import on_all
 
-pytestmark = pytest.mark.skipif(exchange_library() is None, reason="no kernels were built")
+pytestmark = pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
 
 LONGER_THAN_A_SLOT = SLOT_BYTES // 4 + 5
 

@@ -6,7 +6,8 @@
 // there, waits until all others have said so, and reads their slots. The next turn takes the other slots, so nobody
 // waits for those who still read: who has written in turn t + 1 has read everything of turn t, and a slot of turn t is
 // written again in turn t + 2 only, which begins when all have written in turn t + 1.
-#pragma once
+//
+// A library of its own, whichever kernels compute: called through ctypes by engine/ranks/shared_memory.py.
 
 #include <sched.h>
 #include <time.h>
@@ -23,10 +24,18 @@
 #include <cstdint>
 #include <cstring>
 
-#include "team.h"
-#include "vector.h"
+#define BATON extern "C" __attribute__((visibility("default")))
+
+// The loader takes what the CPU has.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define BATON_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define BATON_WIDE
+#endif
 
 namespace {
+
+using bf16 = uint16_t;
 
 constexpr int EXCHANGE_SPINS = 2000;                   // some 30 us: what ranks that keep pace are apart
 constexpr int EXCHANGE_YIELDS = 50;                    // then a rank leaves its core to who has work
@@ -39,6 +48,53 @@ struct alignas(128) RankLine {  // processors fetch lines of 64 bytes in pairs
     std::atomic<uint32_t> has_failed;  // the rank will not go on
 };
 static_assert(sizeof(RankLine) == 128 && std::atomic<uint32_t>::is_always_lock_free);
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+constexpr int64_t TILE = 512;  // sums that stay in a core's first cache while rank after rank is added
+
+// `out` [count]: the sums of `first` [size, count], rows `apart` elements apart.
+BATON_WIDE void add_rows(const float* first, int64_t apart, int size, int64_t count, float* out) {
+    for (int64_t start = 0; start < count; start += TILE) {
+        const int64_t num = std::min(TILE, count - start);
+        float sums[TILE];
+        std::memcpy(sums, first + start, num * sizeof(float));
+        for (int row = 1; row < size; row++) {
+            const float* more = first + row * apart + start;
+            for (int64_t i = 0; i < num; i++) sums[i] += more[i];
+        }
+        std::memcpy(out + start, sums, num * sizeof(float));
+    }
+}
+
+// The same in float32, rounded to nearest once, ties to even; NaN stays NaN.
+BATON_WIDE void add_rows(const bf16* first, int64_t apart, int size, int64_t count, bf16* out) {
+    for (int64_t start = 0; start < count; start += TILE) {
+        const int64_t num = std::min(TILE, count - start);
+        float sums[TILE];
+        for (int row = 0; row < size; row++) {
+            const bf16* more = first + row * apart + start;
+            for (int64_t i = 0; i < num; i++) {
+                const uint32_t bits = uint32_t(more[i]) << 16;
+                float value;
+                std::memcpy(&value, &bits, 4);
+                sums[i] = row ? sums[i] + value : value;
+            }
+        }
+        for (int64_t i = 0; i < num; i++) {
+            uint32_t bits;
+            std::memcpy(&bits, &sums[i], 4);
+            const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+            out[start + i] = bf16(sums[i] != sums[i] ? 0x7fc0 : rounded);
+        }
+    }
+}
 
 class Exchange {
    public:
@@ -106,7 +162,7 @@ class Exchange {
     // Each rank adds up a part of the values in one turn, and all read the sums in the next.
     template <class T>
     int add_parts(T* values, int64_t count) {
-        const int64_t part = (count + int64_t(size_) * LANES - 1) / (int64_t(size_) * LANES) * LANES;
+        const int64_t part = (count + size_ - 1) / size_;
         const auto begin_of = [&](int rank) { return std::min(count, rank * part); };
         const int64_t begin = begin_of(rank_), end = begin_of(rank_ + 1);
         turn_++;
@@ -125,19 +181,7 @@ class Exchange {
     // The sums of elements `begin` to `end` of all ranks' slots.
     template <class T>
     void add(int64_t begin, int64_t end, T* out) const {
-        const T* first = slot<T>(0);
-        const int64_t apart = 2 * slot_bytes_ / int64_t(sizeof(T)), beyond = size_ * apart;
-        int64_t i = begin;
-        for (; i + LANES <= end; i += LANES) {
-            Floats total = load(first + i);
-            for (int64_t at = apart; at < beyond; at += apart) total += load(first + at + i);
-            store(out + i - begin, total);
-        }
-        for (; i < end; i++) {
-            float total = widen(first[i]);
-            for (int64_t at = apart; at < beyond; at += apart) total += widen(first[at + i]);
-            narrow(out + i - begin, total);
-        }
+        add_rows(slot<T>(0) + begin, 2 * slot_bytes_ / int64_t(sizeof(T)), size_, end - begin, out);
     }
 
     // Says that this rank has written, and waits until all others have. Returns who is lost, or -1.
@@ -202,3 +246,18 @@ class Exchange {
 };
 
 }  // namespace
+
+BATON int64_t baton_exchange_bytes(int size, int64_t slot_bytes) { return Exchange::memory_bytes(size, slot_bytes); }
+BATON Exchange* baton_exchange(void* memory, int rank, int size, int64_t slot_bytes, int (*is_lost)(int)) {
+    return new Exchange(memory, rank, size, slot_bytes, is_lost);
+}
+BATON void baton_exchange_end(Exchange* exchange) { delete exchange; }
+BATON void baton_exchange_fail(Exchange* exchange) { exchange->fail(); }
+
+// Both return the rank that is lost, or -1.
+BATON int baton_add_up(Exchange* exchange, void* values, int is_bf16, int64_t count) {
+    return is_bf16 ? exchange->add_up(static_cast<bf16*>(values), count) : exchange->add_up(static_cast<float*>(values), count);
+}
+BATON int baton_gather(Exchange* exchange, const void* from, int64_t rows, int64_t row_bytes, void* to) {
+    return exchange->gather(static_cast<const uint8_t*>(from), rows, row_bytes, static_cast<uint8_t*>(to));
+}
