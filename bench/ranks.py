@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transformers import LlamaConfig
 
 from bench.engine import random_model

@@ -86,7 +86,8 @@ class Device(ABC):
         """The KV cache, shard by shard."""
 
     def check_alive(self) -> None:  # noqa: B027
-        """Raises `InternalError` if a process that computes for this device is gone. Never waits."""
+        """Raises `InternalError` if a process that computes for this device is gone. Never waits. The engine's
+        thread calls it, also if another one computes the steps."""
 
     def check(self, row: StepRow) -> None:
         """Raises `InternalError` if a row has no new tokens, more than the model takes, or too few blocks for them."""

@@ -183,12 +183,8 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     socket.send(m.encode([core.ready()]))
     compile_grammar.start()  # it reads the tokenizer, too: not while everything else starts
-<<<<<<< HEAD
     core.may_run_ahead = lambda: not profiler.has_trace
-    loop = _Loop(core, commands, socket, wakeup, BatchTimeReporter(learner), profiler)
-=======
     loop = _Loop(core, device, commands, socket, wakeup, BatchTimeReporter(learner), profiler)
->>>>>>> bcb30b8b (Ranks: processes, exchange in shared memory, connectors of all ranks)
     while True:
         loop.turn()
 

@@ -57,13 +57,13 @@ class _EvictionOfAll(Eviction):
     def __init__(self, ranks: Sequence[Eviction]) -> None:
         self._ranks = ranks
 
-    @property  # type: ignore[override]
-    def num_blocks(self) -> int | None:
+    @property
+    def num_blocks(self) -> int | None:  # type: ignore[override]
         counts = [rank.num_blocks for rank in self._ranks]
         return None if None in counts else max(count or 0 for count in counts)
 
-    @property  # type: ignore[override]
-    def failure(self) -> str:
+    @property
+    def failure(self) -> str:  # type: ignore[override]
         return next((rank.failure for rank in self._ranks if rank.failure), "")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ class RankedDevice(Device):
         share = share_of_rank(settings, model_dir)
         self._others: list[Rank] = []
         self._said: dict[int, tuple[Message, list[int]]] = {}  # by rank: read, and not taken yet
+        self._lock = threading.Lock()  # for what the ranks say: `check_alive` may be called beside a step
         self._looked_at = time.monotonic()
         self._group: SharedMemoryGroup | None = None
         segment = make_segment(size)
@@ -116,6 +118,7 @@ class RankedDevice(Device):
             self.execute([row])
 
     def check_alive(self) -> None:
+        """Any thread may call it."""
         now = time.monotonic()
         if now - self._looked_at < _IDLE_LOOK_S:
             return
@@ -165,21 +168,24 @@ class RankedDevice(Device):
             meanwhile()
         if reason := self._problem(number):
             raise LostRankError(reason)
-        return self._said.pop(number)
+        with self._lock:
+            return self._said.pop(number)
 
     def _problem(self, number: int) -> str:
-        """Why the rank will compute nothing any more, in one line; empty if it may. Never waits."""
+        """Why the rank will compute nothing any more, in one line; empty if it may. Reads what it says, if that was
+        taken. Never waits."""
         channel = self._others[number - 1].channel
-        if number not in self._said and channel.has_message():
-            try:
-                self._said[number] = channel.receive()
-            except (EOFError, OSError):
-                return self._watch.ended(number)
-            except Exception as error:
-                return f"rank {number} cannot be understood: {type(error).__name__}: {error}"
-        match self._said.get(number):
-            case (Failed(reason), _):
-                return f"rank {number}: {reason}"
-            case None:
-                return self._watch.problem(number)
-        return ""
+        with self._lock:
+            if number not in self._said and channel.has_message():
+                try:
+                    self._said[number] = channel.receive()
+                except (EOFError, OSError):
+                    return self._watch.ended(number)
+                except Exception as error:
+                    return f"rank {number} cannot be understood: {type(error).__name__}: {error}"
+            match self._said.get(number):
+                case (Failed(reason), _):
+                    return f"rank {number}: {reason}"
+                case None:
+                    return self._watch.problem(number)
+            return ""

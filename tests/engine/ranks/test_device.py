@@ -129,7 +129,7 @@ def answers(device: Device, settings: EngineSettings) -> tuple[dict[str, list[in
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 def test_answers_are_those_of_one_rank(model: Path, num_ranks: int, mode: str) -> None:
     """Chunks, batches, blocks found again, requests that give their blocks up and come back."""
     changes = {"num_blocks": 9, "preemption_mode": mode, "swap_space_gb": 0.01, "host_cache_gb": 0.001}

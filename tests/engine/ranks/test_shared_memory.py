@@ -25,8 +25,8 @@ def values_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
     return torch.randn(shape, generator=generator).mul(10.0**rank).to(dtype)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_are_added_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
     shapes = [(1,), (3, 7), (2048,), (100, 119), (LONGER_THAN_A_SLOT,), (0, 4)]
 
@@ -55,7 +55,7 @@ def test_values_that_do_not_lie_together_are_summed_too() -> None:
         assert torch.equal(values, torch.arange(12.0).view(3, 4).mul(3).t())
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_rows_of_all_ranks_are_joined(size: int) -> None:
     cases = [((5,), torch.int64), ((3, 7), torch.float32), ((2, 3, 9), torch.bfloat16), ((0, 3), torch.float32)]
     cases += [((2, LONGER_THAN_A_SLOT), torch.float32), ((700, 1000), torch.bfloat16), ((2, 0), torch.float32)]
