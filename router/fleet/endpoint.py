@@ -29,6 +29,7 @@ class Endpoint:
     role: WorkerRole
     address: str
     taken: RoleTaken | None = None  # None: it has but one role, or is of a version that keeps both
+    has_both: bool = False  # the router may use it for both roles, whatever it takes now
     epoch: str = ""
     fingerprint: str = ""
     block_size: int = 0  # tokens per KV block
@@ -50,6 +51,11 @@ class Endpoint:
     @property
     def can_decode(self) -> bool:
         return self.role in (WorkerRole.DECODE, WorkerRole.BOTH)
+
+    @property
+    def may_go_on_decoding(self) -> bool:
+        """Whether it takes prompts alone, and could have the whole answer."""
+        return self.role is WorkerRole.PREFILL and self.has_both
 
     @property
     def incarnation(self) -> tuple[str, str]:

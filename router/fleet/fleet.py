@@ -192,6 +192,7 @@ def _traits(endpoint: Endpoint) -> tuple[Hashable, ...]:
     """What workers of a group have in common. Models of time are compared by identity: they are large."""
     return (
         endpoint.role,
+        endpoint.has_both,
         endpoint.state,
         endpoint.excluded,
         bool(endpoint.suspended),

@@ -112,6 +112,7 @@ class WorkerRecord:
             worker_id=info.worker_id if info else "",
             role=role,
             taken=self.taken,
+            has_both=self.role is WorkerRole.BOTH,
             address=self.address,
             epoch=info.epoch if info else "",
             fingerprint=info.fingerprint if info else "",

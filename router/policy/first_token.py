@@ -4,6 +4,7 @@
             │
             └── else: the prefill workers and the decode workers that would have computed the prompt first
                     ├── some in time: of them the pair that costs least, what it takes from other requests included
+            ├── none, but a prefill worker that may go on decoding: the soonest of those
                     ├── none for sure: the policy's choice stays, or requests in a hurry would get in each other's way
                     └── none, even if all goes well: likewise, and the request is late
 
@@ -196,9 +197,11 @@ def in_time(
     chosen: Way,
     prefill: Candidates | None,
     in_place: Callable[[], Candidates],
+    going_on: Callable[[], Candidates | None] = lambda: None,
 ) -> Forecast:
     """`chosen`: what the policy wants. `prefill`: workers that may compute the prompt for its decode worker, None if it
-    is too short for that. `in_place`: decode workers that may compute it; asked for only if `chosen` may be late."""
+    is too short for that. `in_place`: decode workers that may compute it; asked for only if `chosen` may be late.
+    `going_on`: prefill workers that may have the whole answer, too, if decode workers are all worse off."""
     left_s = target.left_s
     if chosen.first_token_s * target.high <= left_s:
         return Forecast(chosen, None, lambda: f"first token: due in {_ms(left_s)}, {chosen.words()}")
@@ -211,6 +214,10 @@ def in_time(
     if sure:
         best = min(sure, key=lambda one: _cost(one, request.handoff_token_s))
         return Forecast(best, None, lambda: _instead(left_s, chosen, best))
+    others, _ = _soonest(going_on(), lambda one: way_of(one, None, target))
+    if timely := [one for one in others if one.first_token_s * target.high <= left_s]:
+        first = min(timely, key=lambda one: one.first_token_s)
+        return Forecast(first, None, lambda: f"{_instead(left_s, chosen, first)}: all decode workers are worse off")
     soonest_s = min(soonest.first_token_s, unseen_helped_s, unseen_s)
     if soonest_s * target.low <= left_s:
         return Forecast(chosen, None, lambda: _instead(left_s, chosen, chosen))

@@ -15,7 +15,16 @@ from common.errors import UnavailableError
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import LAST, Fleet, Group, Member
-from router.policy.base import NUM_RANKED, Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
+from router.policy.base import (
+    NUM_RANKED,
+    Candidate,
+    Candidates,
+    Ranked,
+    Ranking,
+    Reasons,
+    RoutingDecision,
+    RoutingRequest,
+)
 from router.policy.candidates import FleetCandidates, PromptLevels
 from router.policy.costs import (
     ANSWER_TOKENS,
@@ -25,6 +34,7 @@ from router.policy.costs import (
     TOKENS,
     Costs,
     all_know_their_times,
+    step_s,
 )
 from router.policy.first_token import Forecast, Way, better_split, in_time, way_of
 from router.policy.placement import Placement, placement_of
@@ -93,7 +103,8 @@ class RoutingPolicy:
             is_long = decode.num_missing_tokens >= max(self._min_remote_tokens, decode.endpoint.block_size)
             in_place = partial(candidates, decode_groups, roles=DECODES, work=costs.prompt, without=without, only=only)
             may_help = prefill_candidates if is_long and asked else None
-            forecast = in_time(request, request.first_token, chosen, may_help, in_place)
+            going_on = partial(_going_on, request, fleet, usable, candidates) if only is None else _nobody
+            forecast = in_time(request, request.first_token, chosen, may_help, in_place, going_on)
             choices.append(forecast.reason)
             if forecast.way is not chosen:
                 way = forecast.way
@@ -113,7 +124,7 @@ class RoutingPolicy:
             num_tail_tokens=request.num_prompt_tokens - split_at if split_at else 0,
             prefill_cost=_tokens_before_first(asked[0]) if asked else 0.0,
             prefill_s=asked[0].wait + asked[0].work if asked and costs.in_seconds else None,
-            step_s=costs.load(decode.endpoint) / ANSWER_TOKENS if costs.in_seconds else None,
+            step_s=_token_s(decode.endpoint, costs) if costs.in_seconds else None,
             may_hedge=self._hedges and not placement.in_place and _may_hedge(asked, costs),
             first_token_s=None if forecast is None else forecast.way.first_token_s,
             late=None if forecast is None else forecast.late,
@@ -270,6 +281,26 @@ def _by_way(
     if way.decode.address == decode.address:
         return way.decode, asked, in_place
     return way.decode, (), in_place  # `asked` were to help another worker
+
+
+def _going_on(
+    request: RoutingRequest, fleet: Fleet, usable: _Usable, candidates: Callable[..., FleetCandidates]
+) -> Candidates | None:
+    """Prefill workers that may have the whole answer."""
+    groups = [one for one in usable.groups if one.example.may_go_on_decoding and fits(one.example, request.num_tokens)]
+    if not groups:
+        return None
+    tried = {one.position for one in fleet.incarnations(request.tried) if one.group in groups}
+    return candidates(groups, roles=PREFILLS, work=SECONDS.prompt, without=tried)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _token_s(endpoint: Endpoint, costs: Costs) -> float:
+    """Seconds between two tokens of an answer there."""
+    return costs.load(endpoint) / ANSWER_TOKENS if endpoint.can_decode else step_s(endpoint, num_more=1)
 
 
 def _tokens_before_first(candidate: Candidate) -> float:

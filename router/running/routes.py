@@ -112,7 +112,7 @@ class Routes:
     def elsewhere(self, request: GenerationRequest, route: Route, offering: Endpoint) -> RoutingDecision | None:
         """The worker that could go on instead of one that offers to hand the request over; None if none can now. The
         worker asks again. It drains, or takes prompts alone from now on: then the request goes to one that does not,
-        and may come back if all others are lost."""
+        and has room, and may come back if all others are lost."""
         is_shift = self.takes_prompts_alone(offering)
         if not is_shift:
             route.refuse(offering)
@@ -120,7 +120,9 @@ class Routes:
             decision = self.pick(routing_request(request, route))
         except UnavailableError:
             return None
-        return None if is_shift and self.takes_prompts_alone(decision.decode) else decision
+        if is_shift and (self.takes_prompts_alone(decision.decode) or decision.decode.load.room_after):
+            return None
+        return decision
 
     def takes_prompts_alone(self, endpoint: Endpoint) -> bool:
         """Whether this process of a worker is there, and takes no requests."""

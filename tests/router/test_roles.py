@@ -106,6 +106,23 @@ async def test_a_request_may_come_back_to_a_worker_that_handed_it_over(
     assert len(first.requests) == 2
 
 
+async def test_an_answer_is_not_handed_over_to_a_worker_without_room(
+    workers: tuple[FakeWorker, FakeWorker], router: RunningRouter
+) -> None:
+    """As long as nobody has room, the worker that took its prompt goes on decoding."""
+    first, second = workers
+    await take(second, PREFILL, router)
+    first.hang_after, first.offer_after = 2, 3
+    stream = asyncio.create_task(ask(router))
+    await first.asked.wait()
+    second.change(load={**second.load, "room_after": [500]})
+    await take(second, DECODE, router)
+    await take(first, PREFILL, router)
+    first.hang_after = None
+    text, report = await stream
+    assert (text, report.num_handovers, report.decode_worker) == (ANSWER, 0, first.address)
+
+
 async def test_operators_pin_roles(workers: tuple[FakeWorker, FakeWorker], router: RunningRouter) -> None:
     first, second = workers
     only = admin_pb2.Target(worker=first.address)

@@ -178,3 +178,29 @@ def test_false_loads_end_no_decision() -> None:
     for after in ((0,), (5, 3), (1,) * 100, (2**32 - 1,)):
         for num_unreported in (0, 1, 1000):
             assert room_s(full(num_unreported, *after)) >= 0
+
+
+# ------------------------------------------------------------------------------------------- going on decoding
+
+
+def test_a_prefill_worker_goes_on_decoding_if_all_decode_workers_are_worse_off() -> None:
+    """d has no room for 200 steps. p takes prompts alone, and could have answers, too."""
+    busy = replace(full(0, 200), address="d")
+    (helper,) = workers("p prefill 0/0 9/9")
+    both = replace(helper, has_both=True)
+    request = RoutingRequest(num_prompt_tokens=1000, fingerprint="f", first_token=FirstTokenTarget(1.5))
+    policy = create_policy("round_robin")
+    decision = policy.pick(request, [busy, both])
+    assert (decision.decode.address, decision.prefill, decision.in_place) == ("p", (), True)
+    assert (decision.late, decision.first_token_s) == (None, pytest.approx(1.02))
+    assert decision.step_s == pytest.approx(0.011)
+    assert decision.reasons.lines()[-1].endswith("in 4620 ms: all decode workers are worse off")
+    assert load_of(decision) == {"p": 1000}
+    assert policy.pick(request, [busy, helper]).late is not None, "it has one role alone"
+    tried = replace(request, tried=frozenset([both.incarnation]))
+    assert policy.pick(tried, [busy, both]).late is not None
+    patient = replace(request, first_token=FirstTokenTarget(1e9))
+    assert policy.pick(patient, [busy, both]).decode.address == "d"
+    assert policy.pick(replace(request, first_token=FirstTokenTarget(0.5)), [busy, both]).late is not None
+    roomy = replace(busy, load=replace(busy.load, room_after=()))
+    assert policy.pick(request, [roomy, both]).decode.address == "d"
