@@ -59,6 +59,24 @@ def cut(opened: grpc.Channel, number: int) -> str:
     return "cut"
 
 
+def test_a_request_goes_with_its_pair(target: Target, vitals: Vitals) -> None:
+    """The real fleet, in good order: what is chosen is what is done."""
+    body = json.dumps({"prompt": [random.randrange(300) for _ in range(300)], "max_tokens": 4}).encode()
+    sent = iter([request_headers("/v1/completions", HEADERS), *body_messages(body)])
+    with channel(target.picker) as opened, target.http_client() as client:
+        answers = list(pb_grpc.ExternalProcessorStub(opened).Process(sent, timeout=20))
+        mutation = answers[0].request_headers.response.header_mutation
+        chosen = {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
+        served = chosen.pop("x-gateway-destination-endpoint")
+        back = [one.request_body.response.body_mutation.streamed_response.body for one in answers[1:]]
+        response = client.post(f"http://{served}/v1/completions", content=b"".join(back), headers={**HEADERS, **chosen})
+        assert response.status_code == 200, response.text
+        decisions = client.get("/decisions?limit=20").json()["decisions"]
+    [decision] = [one for one in decisions if one["request_id"] == chosen["x-request-id"]]
+    assert decision["reasons"][0] == f"chosen by the endpoint picker of {served}"
+    assert (decision["decode_worker"], decision["prefill_workers"]) == (target.decode, [target.prefill])
+
+
 def load(target: Target) -> float:
     """Requests that the router thinks are with workers, those included that were chosen for."""
     page = httpx.get(f"{target.http}/metrics", trust_env=False).text
