@@ -92,9 +92,13 @@ class EndpointPicker:
                 raise refusal
             raise UnavailableError("none of the endpoints that the proxy allows is a router of this fleet")
         choice = Choice(addresses=addresses)
-        if asked.has_known_key and not isinstance(refusal, UnavailableError):
-            choice = await self._with_workers(asked, choice)
-        self._replicas.opened(choice.addresses[0])
+        self._replicas.opened(addresses[0])  # from now on: others come while its workers are chosen
+        try:
+            if asked.has_known_key and not isinstance(refusal, UnavailableError):
+                choice = await self._with_workers(asked, choice)
+        except BaseException:
+            self._replicas.closed(addresses[0])
+            raise
         return choice
 
     def _own_refusal(self, client: ApiClient | None) -> BatonError | None:
