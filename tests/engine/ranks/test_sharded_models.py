@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from common.errors import StartupError
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
+from engine.loading.checkpoints.gguf_model import ensure_directory
 from engine.local.device import LocalDevice
 from engine.ranks.group import RankGroup
 from engine.sampling.draws import draw
 from engine.step import Drawn, StepInput, StepRow
+from tests.engine.gguf_files import Type, write_gguf
 from tests.engine.kernels.variants import ALL
 from tests.engine.ranks.rank_processes import CountingGroup, RankProcesses
 from tests.engine.tiny_models import (
@@ -30,6 +33,7 @@ from tests.engine.tiny_models import (
     random_sequences,
 )
 
+FIXTURES = Path(__file__).parents[1] / "quantized"
 TOLERANCE = 2e-4  # of float32 logprobs, as between a family and transformers
 NUM_TOKENS = 12
 LIKELIEST = draw(SamplingParams(temperature=0.0), 0)
@@ -115,6 +119,38 @@ def test_ranks_give_what_one_rank_gives(ranks: RankProcesses, models: Path, name
 def test_ranks_without_kernels_give_what_one_rank_gives(ranks: RankProcesses, models: Path, name: str) -> None:
     path = model(models, name)
     check_equal(ranks.run(2, compute, path, "torch"), compute(None, path, "torch"))
+
+
+def compute_quantised(group: RankGroup | None, path: Path) -> list[dict[int, torch.Tensor]]:
+    runner = make_runner(path, group=group)
+    (sequence,) = random_sequences([50])
+    for size in (33, 14, 1, 1, 1):
+        advance(runner, [sequence], [size])
+    return [sequence.logprobs]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ALL[-1] == "torch", reason="no kernels were built")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_weights_that_stay_quantised_are_cut_between_groups(
+    ranks: RankProcesses, tmp_path: Path, architecture: str
+) -> None:
+    written = write_gguf(tmp_path, architecture, [Type.Q8_0, Type.Q4_0, Type.Q4_1])
+    path = ensure_directory(written.file, tmp_path / "models", lambda _: None)
+    (expected,) = compute_quantised(None, path)
+    for size in (2, 4):
+        (found,), *_ = ranks.run(size, compute_quantised, path)
+        for position, logprobs in found.items():
+            torch.testing.assert_close(logprobs, expected[position], atol=TOLERANCE, rtol=0)
+
+
+def test_a_group_that_would_be_cut_is_named(ranks: RankProcesses, tmp_path: Path) -> None:
+    path = tmp_path / "awq"
+    shutil.copytree(FIXTURES / "awq", path)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "expected.safetensors").unlink()
+    with pytest.raises(StartupError, match=r"down_proj.weight is quantised in groups of 32 weights, which cannot be"):
+        ranks.run(2, compute_quantised, path)
 
 
 def asked(group: RankGroup, path: Path, temperature: float) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
