@@ -31,12 +31,26 @@ from engine.ranks.group import RankGroup
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-SHARED: frozenset[str] = frozenset()
+SHARED = frozenset(
+    (
+        "afmoe apertus arcee axk1 beam cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v2 "
+        "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe "
+        "glm4_moe_lite granite granite_swa hy_v3 hyperclovax jais2 kolibri1 mellum minicpm3 minimax_m2 "
+        "ministral ministral3 nanochat nemotron olmo olmo2 olmo3 olmoe phi phimoe qwen2_moe seed_oss smollm3 "
+        "solar_open starcoder2 vaultgemma youtu "
+    ).split()
+)
 """Model types whose ranks gave what one rank gives."""
 
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 # Latent attention, which plans leave whole: the matrices that have rows, or columns, for heads.
 _LATENT_PLAN = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+# What some plans leave out of their MLPs.
+_MLP_PLAN = {
+    f"layers.*.mlp.{block}{name}": style
+    for block in ("", "shared_experts.", "shared_expert.")
+    for name, style in (("gate_proj", "colwise"), ("up_proj", "colwise"), ("down_proj", "rowwise"))
+}
 _CUT = ("colwise", "packed_colwise", "rowwise")
 
 
@@ -51,14 +65,14 @@ class TransformersShard:
 
     def style_of(self, name: str) -> str:
         """Of a parameter; empty if it is on every rank."""
-        generic = re.sub(r"\d+", "*", name)
+        generic = _generic(name)
         style = self.plan.get(generic) or self.plan.get(generic.rpartition(".")[0], "")
         return style if style in _CUT else ""
 
     def summed(self, base: nn.Module) -> Iterator[nn.Module]:
         """The modules whose results the ranks add up."""
         for name, module in base.named_modules():
-            if self.plan.get(re.sub(r"\d+", "*", name)) in ("rowwise", "moe_tp_experts"):
+            if self.plan.get(_generic(name)) in ("rowwise", "moe_tp_experts"):
                 yield module
 
     def part_of(self, name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> Part | None:
@@ -79,6 +93,11 @@ class TransformersShard:
         return Part(0, (_share(shape[0], self.group.rank, self.group.size, name),))
 
 
+def _generic(name: str) -> str:
+    """As plans have names: `*` for the number of a layer or expert."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def _share(count: int, rank: int, size: int, name: str) -> tuple[int, int]:
     if count % size:
         raise StartupError(f"--tensor-parallel-size {size} does not divide {count} rows or columns of {name}")
@@ -93,8 +112,12 @@ def shard_of_transformers(config: PreTrainedConfig, group: RankGroup) -> Transfo
     if model_type not in SHARED or not plan:
         raise StartupError(
             f"{flag}: model type {model_type} runs on transformers' code and was not compared on several ranks; "
-            f"Baton's own decoders can be shared, and {', '.join(sorted(SHARED))}"
+            "Baton's own decoders can be shared, and what docs/models.md lists"
         )
+    plan = _MLP_PLAN | plan
+    merged, down = "layers.*.mlp.gate_up_proj", "layers.*.mlp.down_proj"
+    if (plan.get(merged), plan[down]) == ("colwise_gather_output", "rowwise_split_input"):
+        plan |= {merged: "packed_colwise", down: "rowwise"}  # gates first, then ups: both are cut
     own = copy.deepcopy(config)
     heads = int(config.num_attention_heads)
     num_kv = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -102,7 +125,7 @@ def shard_of_transformers(config: PreTrainedConfig, group: RankGroup) -> Transfo
     if is_latent:
         plan |= {f"layers.*.self_attn.{name}": style for name, style in _LATENT_PLAN.items()}
     kv_shard = (0, 1)
-    if plan.get("layers.*.self_attn.o_proj") == "rowwise":
+    if any(style == "rowwise" and name.startswith("layers.*.self_attn.") for name, style in plan.items()):
         if heads % group.size:
             raise StartupError(f"{flag} does not divide {heads} attention heads")
         if num_kv % group.size and group.size % num_kv:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_types_that_are_shared_are_served() -> None:
     assert set(QUICK) <= SHARED <= VERIFIED.keys()
     for model_type in SHARED:
         assert CONFIG_MAPPING[model_type].base_model_tp_plan
+
+
+def test_the_docs_list_them() -> None:
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    listed = text.partition("(`pytest\ntests/models/test_shared_models.py`), by model type:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", listed) == sorted(SHARED)
 
 
 def test_a_rank_has_its_part_of_the_layers(tmp_path: Path) -> None:
