@@ -32,13 +32,58 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SHARED = frozenset(
-    (
-        "afmoe apertus arcee axk1 beam cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v2 "
-        "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe "
-        "glm4_moe_lite granite granite_swa hy_v3 hyperclovax jais2 kolibri1 mellum minicpm3 minimax_m2 "
-        "ministral ministral3 nanochat nemotron olmo olmo2 olmo3 olmoe phi phimoe qwen2_moe seed_oss smollm3 "
-        "solar_open starcoder2 vaultgemma youtu "
-    ).split()
+    [
+        "afmoe",
+        "apertus",
+        "arcee",
+        "axk1",
+        "beam",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass_text",
+        "cwm",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "gemma",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "granite",
+        "granite_swa",
+        "hy_v3",
+        "hyperclovax",
+        "jais2",
+        "kolibri1",
+        "mellum",
+        "minicpm3",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi",
+        "phimoe",
+        "qwen2_moe",
+        "seed_oss",
+        "smollm3",
+        "solar_open",
+        "starcoder2",
+        "vaultgemma",
+        "youtu",
+    ]
 )
 """Model types whose ranks gave what one rank gives."""
 
