@@ -7,7 +7,7 @@ to be read in the diff.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
 from engine.remote_kv import WaitingRoom
 from engine.request import Request
-from engine.scheduling.schedule import SchedulerConfig, SchedulerOutput
+from engine.scheduling.schedule import SchedulerConfig, SchedulerOutput, StepResult
 from engine.scheduling.scheduler import Scheduler
 from kv_store.base import BlockRef
 from tests.support.linear_time import linear_time
@@ -40,6 +40,7 @@ class Script:
         self.model: BatchTime | None = None  # if times count, each step takes what it says; else a second
         self.scheduler: Scheduler | None = None
         self.waiting_room: WaitingRoom
+        self.written: deque[list[int]] = deque()  # by steps under way
 
     def run(self, text: str) -> str:
         for line in text.splitlines():
@@ -91,7 +92,9 @@ class Script:
                 request_id=name,
                 token_ids=list(range(first, last)),
                 num_prompt_tokens=last - first,
-                sampling_params=SamplingParams(max_tokens=int(options.get("max_tokens", 100))),
+                sampling_params=SamplingParams(
+                    max_tokens=int(options.get("max_tokens", 100)), presence_penalty=float(options.get("penalty", 0))
+                ),
                 arrival_time=self.time,
                 mode=RequestMode(options.get("mode", "local")),
                 first_block=int(options.get("first_block", 0)),
@@ -121,13 +124,65 @@ class Script:
             ]
             result = self.scheduler.update(output, tokens)
             self.say(at + self.describe(output))
-            for publish in [*output.publishes, *result.publishes]:
-                indexes = [block.index for block in publish.blocks]
-                self.say(f"  {publish.request.request_id} publishes blocks {indexes}")
-            for new in result.tokens:
-                if new.finish_reason:
-                    self.say(f"  {new.request.request_id} finished: {new.finish_reason}")
-            assert self.scheduler.check_integrity() == []
+            self.say_result(output, result)
+        self.say_blocks()
+
+    def do_ahead(self, times: str = "1", ends: str = "", joins: str = "", **options: str) -> None:
+        """A step, and so many more that are decided while the one before is under way. `ends` names a request that the
+        first step's token ends, `joins` one that comes while that step is under way."""
+        assert self.scheduler is not None
+        self.time += 1
+        under_way = self.scheduler.schedule(self.time)
+        self.say(self.describe(under_way))
+        drawing = self.begin(under_way)
+        if joins:
+            self.do_add(joins, **options)
+        for number in range(int(times)):
+            output = self.scheduler.schedule_ahead(under_way)
+            self.say(f"ahead of its end: {self.describe(output)}")
+            drawing_next = self.begin(output)
+            if ends and not number:
+                self.scheduler.release(ends)
+            self.end(under_way, drawing)
+            under_way, drawing = output, drawing_next
+        self.end(under_way, drawing)
+        self.say_blocks()
+
+    def begin(self, output: SchedulerOutput) -> set[Request]:
+        """As the engine does. The requests that a token is drawn for."""
+        assert self.scheduler is not None
+        self.scheduler.blocks.hold(output.written_blocks(self.scheduler.blocks.block_size))
+        drawing = {
+            request
+            for request, num_new in output.num_tokens.items()
+            if output.after or num_new == request.num_missing_tokens
+        }
+        for request in drawing:
+            request.num_pending += 1
+        self.written.append(output.written_blocks(self.scheduler.blocks.block_size))
+        return drawing
+
+    def end(self, output: SchedulerOutput, drawing: set[Request]) -> None:
+        assert self.scheduler is not None
+        for block_id in self.written.popleft():
+            self.scheduler.blocks.unhold(block_id)
+        for request in drawing:
+            request.num_pending -= 1
+        tokens = [[SampledToken(0)] * (request in drawing) for request in output.num_tokens]
+        self.say_result(output, self.scheduler.update(output, tokens))
+
+    def say_result(self, output: SchedulerOutput, result: StepResult) -> None:
+        assert self.scheduler is not None
+        for publish in [*output.publishes, *result.publishes]:
+            indexes = [block.index for block in publish.blocks]
+            self.say(f"  {publish.request.request_id} publishes blocks {indexes}")
+        for new in result.tokens:
+            if new.finish_reason:
+                self.say(f"  {new.request.request_id} finished: {new.finish_reason}")
+        assert self.scheduler.check_integrity() == []
+
+    def say_blocks(self) -> None:
+        assert self.scheduler is not None
         blocks = self.scheduler.blocks
         self.say(f"  {blocks.num_empty_blocks} empty, {blocks.num_cached_blocks} cached of {blocks.num_blocks} blocks")
 
