@@ -63,14 +63,14 @@ class Load:
         if self.num_runs > 2:  # the first of each is a warm-up
             self.times[name] += found
         firsts, wholes = [1000 * one.first_s for one in found], [1000 * one.whole_s for one in found]
-        return {
+        told = {
             "first token p50, ms": percentile(firsts, 0.5),
             "first token p99, ms": percentile(firsts, 0.99),
             "whole p50, ms": percentile(wholes, 0.5),
             "whole p99, ms": percentile(wholes, 0.99),
             "chats": len(found),
-            "lines a second": num_lines / elapsed_s,
         }
+        return {**told, "lines a second": num_lines / elapsed_s} if batch_id else told
 
     async def _chats(self, client: httpx.AsyncClient) -> list[Times]:
         """Those of one run, each of which comes when it is due, whatever became of the others."""

@@ -113,15 +113,22 @@ else:
 ASKED = [
     ("chat", "/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 6}),
     ("embeddings", "/v1/embeddings", {"input": "a cat"}),
+    ("long", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 90, "temperature": 0, "ignore_eos": True}),
 ]
 for name, endpoint, body in ASKED:
     lines = [{"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": MODEL, **body}}]
     data = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=(f"{name}.jsonl", data), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+    if name == "long":  # it makes way for these, and goes on
+        for _ in range(3):
+            client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4)
+            time.sleep(0.7)
     while batch.status in ("validating", "in_progress", "finalizing"):
         time.sleep(0.2)
         batch = client.batches.retrieve(batch.id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 1), batch
     [answer] = client.files.content(batch.output_file_id).text.splitlines()
     assert json.loads(answer)["response"]["status_code"] == 200, answer
+    if name == "long":
+        assert json.loads(answer)["response"]["body"]["usage"]["completion_tokens"] == 90, answer
