@@ -24,7 +24,16 @@ from engine.device import Device, KVPlane, Ticket, do_nothing
 from engine.local.device import LocalDevice, warm_up_rows
 from engine.local.host_cache import allocate_host_cache, copy_blocks
 from engine.ranks.alive import RankWatch
-from engine.ranks.launch import Rank, StartRank, check_supported, cores_of_rank, join_of_rank, share_of_rank, start_rank
+from engine.ranks.launch import (
+    Rank,
+    StartRank,
+    check_supported,
+    cores_of_rank,
+    has_cores,
+    join_of_rank,
+    share_of_rank,
+    start_rank,
+)
 from engine.ranks.messages import Done, Failed, Message, Ready, Step
 from engine.ranks.process import ready
 from engine.ranks.shared_cache import map_cache
@@ -59,7 +68,7 @@ class RankedDevice(Device):
             self._watch = RankWatch(pids)
             for rank in self._others:
                 rank.channel.send(join_of_rank(settings, share, model_dir, rank.number, pids))
-            self._group = SharedMemoryGroup(segment, 0, size, self._problem)
+            self._group = SharedMemoryGroup(segment, 0, size, self._problem, has_core=has_cores(settings))
             if cores := cores_of_rank(settings, 0):
                 os.sched_setaffinity(0, cores)
             self._local = LocalDevice(model_dir, share, raises=True, group=self._group)

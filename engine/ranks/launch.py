@@ -117,6 +117,11 @@ def cores_of_rank(settings: EngineSettings, rank: int) -> list[int]:
     return list(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size])
 
 
+def has_cores(settings: EngineSettings) -> bool:
+    """Whether there is a core for each rank."""
+    return (len(settings.cpu_cores) or len(os.sched_getaffinity(0))) >= settings.tensor_parallel_size
+
+
 def join_of_rank(settings: EngineSettings, share: EngineSettings, model_dir: Path, rank: int, pids: list[int]) -> Join:
     """What another rank is told: as rank 0, but for the host memory, which rank 0 has for all."""
     share = share.model_copy(update={"host_cache_gb": 0.0, "preemption_mode": "recompute"})
@@ -128,5 +133,6 @@ def join_of_rank(settings: EngineSettings, share: EngineSettings, model_dir: Pat
         model_dir=str(model_dir),
         settings=share.model_dump_json(),
         cores=cores_of_rank(settings, rank),
+        has_core=has_cores(settings),
         log_level=shown_level(),
     )

@@ -33,6 +33,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model_dir: str
     settings: str  # EngineSettings as JSON: this rank's share of threads and memory
     cores: list[int]  # that it is pinned to; empty: none
+    has_core: bool  # each rank has one
     log_level: str
 
 

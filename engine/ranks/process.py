@@ -45,7 +45,8 @@ def ready(device: LocalDevice) -> Ready:
 
 def serve(channel: Channel, join: Join, segment: int) -> None:
     """Computes what rank 0 says, until it closes the channel. `segment` is closed."""
-    group = SharedMemoryGroup(segment, join.rank, join.size, RankWatch(join.pids).problem)
+    watch = RankWatch(join.pids)
+    group = SharedMemoryGroup(segment, join.rank, join.size, watch.problem, has_core=join.has_core)
     os.close(segment)
     try:
         memory = SharedCache()

@@ -35,7 +35,7 @@ def exchange_library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(file))
     signatures: dict[str, tuple[object, tuple[object, ...]]] = {
         "baton_exchange_bytes": (c_int64, (c_int, c_int64)),
-        "baton_exchange": (c_void_p, (c_void_p, c_int, c_int, c_int64, _IS_LOST)),
+        "baton_exchange": (c_void_p, (c_void_p, c_int, c_int, c_int64, c_int, _IS_LOST)),
         "baton_exchange_end": (None, (c_void_p,)),
         "baton_exchange_fail": (None, (c_void_p,)),
         "baton_add_up": (c_int, (c_void_p, c_void_p, c_int, c_int64)),
@@ -53,18 +53,24 @@ def make_segment(size: int) -> int:
     if library is None or not hasattr(os, "memfd_create"):
         why = "a library that was not built (make install does, with a C++ compiler)" if library is None else "Linux"
         raise StartupError(f"--tensor-parallel-size {size} needs {why}: ranks of a host meet in shared memory")
-    segment = os.memfd_create("baton-ranks")
-    os.ftruncate(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
+    try:
+        segment = os.memfd_create("baton-ranks")
+        os.ftruncate(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
+    except OSError as error:
+        raise StartupError(f"--tensor-parallel-size {size}: no memory to share: {error.strerror}") from error
     return segment
 
 
 class SharedMemoryGroup:
-    """A `RankGroup`. Ranks that keep pace wait for each other on their cores, for some tens of microseconds; who waits
-    longer sleeps."""
+    """A `RankGroup`. Ranks that keep pace wait for each other on their cores, if each has one, for some tens of
+    microseconds; who waits longer sleeps."""
 
-    def __init__(self, segment: int, rank: int, size: int, problem: Callable[[int], str]) -> None:
+    def __init__(
+        self, segment: int, rank: int, size: int, problem: Callable[[int], str], *, has_core: bool = True
+    ) -> None:
         """`segment` is what `make_segment` made; it may be closed then. `problem` is asked ten times a second for why a
-        rank that is waited for will never come (`RankWatch.problem`)."""
+        rank that is waited for will never come (`RankWatch.problem`). `has_core`: each rank has a core, so none takes
+        one away from the other by waiting on it."""
         library = exchange_library()
         if library is None:
             raise StartupError("the library that ranks of a host meet in was not built")
@@ -76,7 +82,7 @@ class SharedMemoryGroup:
         memory = mmap.mmap(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._exchange = ctypes.c_void_p(
-            library.baton_exchange(self._memory.data_ptr(), rank, size, SLOT_BYTES, self._is_lost)
+            library.baton_exchange(self._memory.data_ptr(), rank, size, SLOT_BYTES, has_core, self._is_lost)
         )
         weakref.finalize(self, library.baton_exchange_end, self._exchange).atexit = False
 

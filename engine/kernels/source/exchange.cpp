@@ -37,10 +37,10 @@ namespace {
 
 using bf16 = uint16_t;
 
-constexpr int EXCHANGE_SPINS = 2000;                   // some 30 us: what ranks that keep pace are apart
-constexpr int EXCHANGE_YIELDS = 50;                    // then a rank leaves its core to who has work
-constexpr int64_t EXCHANGE_LOOK_NS = 100 * 1000 * 1000;  // asleep, it looks so often whether the other one lives
-constexpr int64_t WHOLE_SUM_BYTES = 32 << 10;          // up to which each rank adds up everything itself: one turn
+constexpr int SPINS = 2000;                        // some 30 us: what ranks that keep pace are apart
+constexpr int YIELDS = 50;                         // then a rank leaves its core to who has work
+constexpr int64_t LOOK_NS = 100 * 1000 * 1000;     // asleep, it looks so often whether the other one lives
+constexpr int64_t WHOLE_SUM_BYTES = 32 << 10;      // up to which each rank adds up everything itself: one turn
 
 struct alignas(128) RankLine {  // processors fetch lines of 64 bytes in pairs
     std::atomic<uint32_t> turn;        // the last one for which this rank has written its values
@@ -100,9 +100,10 @@ class Exchange {
    public:
     using IsLost = int (*)(int rank);
 
-    Exchange(void* memory, int rank, int size, int64_t slot_bytes, IsLost is_lost)
+    // `has_core`: others that are waited for run meanwhile, so that it is worth to wait on the core.
+    Exchange(void* memory, int rank, int size, int64_t slot_bytes, bool has_core, IsLost is_lost)
         : lines_(static_cast<RankLine*>(memory)), slots_(reinterpret_cast<uint8_t*>(lines_ + size)), rank_(rank),
-          size_(size), slot_bytes_(slot_bytes), is_lost_(is_lost) {}
+          size_(size), slot_bytes_(slot_bytes), spins_(has_core ? SPINS : 0), is_lost_(is_lost) {}
 
     static int64_t memory_bytes(int size, int64_t slot_bytes) { return size * (sizeof(RankLine) + 2 * slot_bytes); }
 
@@ -201,9 +202,9 @@ class Exchange {
         for (int round = 0;; round++) {
             if (is_there(line.turn.load(std::memory_order_acquire))) return true;
             if (line.has_failed.load(std::memory_order_relaxed)) return false;
-            if (round < EXCHANGE_SPINS) {
+            if (round < spins_) {
                 relax();
-            } else if (round < EXCHANGE_SPINS + EXCHANGE_YIELDS) {
+            } else if (round < spins_ + YIELDS) {
                 sched_yield();
             } else {
                 line.num_asleep.fetch_add(1);
@@ -226,12 +227,12 @@ class Exchange {
     // False if a while has passed.
     static bool sleep_until_changed(std::atomic<uint32_t>& word, uint32_t value) {
 #if defined(__linux__)
-        const timespec longest{0, EXCHANGE_LOOK_NS};
+        const timespec longest{0, LOOK_NS};
         return syscall(SYS_futex, &word, FUTEX_WAIT, value, &longest, nullptr, 0) == 0 || errno != ETIMEDOUT;
 #else
         for (int i = 0; i < 1000; i++) {
             if (word.load() != value) return true;
-            usleep(EXCHANGE_LOOK_NS / 1000 / 1000);
+            usleep(LOOK_NS / 1000 / 1000);
         }
         return false;
 #endif
@@ -241,6 +242,7 @@ class Exchange {
     uint8_t* slots_;
     int rank_, size_;
     int64_t slot_bytes_;
+    int spins_;
     IsLost is_lost_;
     uint32_t turn_ = 0;
 };
@@ -248,8 +250,9 @@ class Exchange {
 }  // namespace
 
 BATON int64_t baton_exchange_bytes(int size, int64_t slot_bytes) { return Exchange::memory_bytes(size, slot_bytes); }
-BATON Exchange* baton_exchange(void* memory, int rank, int size, int64_t slot_bytes, int (*is_lost)(int)) {
-    return new Exchange(memory, rank, size, slot_bytes, is_lost);
+BATON Exchange* baton_exchange(
+    void* memory, int rank, int size, int64_t slot_bytes, int has_core, int (*is_lost)(int)) {
+    return new Exchange(memory, rank, size, slot_bytes, has_core, is_lost);
 }
 BATON void baton_exchange_end(Exchange* exchange) { delete exchange; }
 BATON void baton_exchange_fail(Exchange* exchange) { exchange->fail(); }

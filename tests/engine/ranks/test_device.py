@@ -23,6 +23,7 @@ from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
 from engine.device import Device
+from engine.device_thread import DeviceThread
 from engine.devices import open_device
 from engine.local.device import LocalDevice
 from engine.ranks import process
@@ -131,12 +132,15 @@ def answers(device: Device, settings: EngineSettings) -> tuple[dict[str, list[in
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 def test_answers_are_those_of_one_rank(model: Path, num_ranks: int, mode: str) -> None:
-    """Chunks, batches, blocks found again, requests that give their blocks up and come back."""
+    """Chunks, batches, blocks found again, requests that give their blocks up and come back, steps that begin before
+    others have ended."""
     changes = {"num_blocks": 9, "preemption_mode": mode, "swap_space_gb": 0.01, "host_cache_gb": 0.001}
     settings = settings_of(1, **changes)
     wanted, _ = answers(LocalDevice(model, settings), settings)
     with ranked(model, num_ranks, **changes) as device:
-        given, num_preemptions = answers(device, settings_of(num_ranks, **changes))
+        thread = DeviceThread(device)
+        given, num_preemptions = answers(thread, settings_of(num_ranks, run_ahead=True, **changes))
+        thread.close()
     assert given == wanted
     assert num_preemptions > 0
 
@@ -206,6 +210,7 @@ class OldChannel(Channel):
         self._channel.send(message, files)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_release_is_named(model: Path) -> None:
     def serve(channel: Channel, join: Join, segment: int) -> None:
         process.serve(OldChannel(channel), join, segment)
@@ -251,6 +256,7 @@ def repeat(work: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_between_steps_is_found(model: Path) -> None:
     def serve(channel: Channel, join: Join, segment: int) -> None:
         process.serve(LeavingChannel(channel), join, segment)
