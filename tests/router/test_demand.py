@@ -34,7 +34,8 @@ async def test_a_reader_ends_although_news_comes_with_its_cancellation(num_turns
 
 async def test_batches_hear_of_clients_in_every_process(tmp_path: Path) -> None:
     """Requests of batches do not count, of whichever process they are."""
-    one, other = (SharedDemand(SharedLedger(str(tmp_path), 2, process), "e") for process in range(2))
+    ledgers = [SharedLedger(str(tmp_path), 2, process) for process in range(2)]
+    one, other = (SharedDemand(ledger, "e") for ledger in ledgers)
     changes = []
     one.changed = lambda: changes.append(one.num_of_clients)
     sharing = [asyncio.create_task(demand.keep_shared()) for demand in (one, other)]
@@ -53,3 +54,5 @@ async def test_batches_hear_of_clients_in_every_process(tmp_path: Path) -> None:
     for task in sharing:
         task.cancel()
     await asyncio.gather(*sharing, return_exceptions=True)
+    for ledger in ledgers:
+        ledger.close()
