@@ -14,7 +14,6 @@ from common.errors import ConfigError
 from kv_store.base import ConnectorConfig, KVConnector, own_part
 from kv_store.lmcache.settings import LMCacheServerSettings, LMCacheSettings
 from kv_store.nixl.settings import NixlSettings
-from kv_store.ranks import join_connectors
 from kv_store.shared_storage.settings import SharedStorageSettings
 
 
@@ -123,7 +122,11 @@ def create_connector(name: str, config: ConnectorConfig, num_ranks: int = 1) -> 
     """Of a worker with so many ranks. Raises `ConfigError` for an unknown name and `StartupError` if the backend cannot
     work here."""
     found = connector_class(name)
-    return found(config) if num_ranks == 1 else join_connectors([found(config) for _ in range(num_ranks)])
+    if num_ranks == 1:
+        return found(config)
+    from kv_store.ranks import join_connectors  # which loads numpy: a command's help has no need of it
+
+    return join_connectors([found(config) for _ in range(num_ranks)])
 
 
 def connector_class(name: str) -> type[KVConnector]:
