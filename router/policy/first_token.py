@@ -4,7 +4,7 @@
             │
             └── else: the prefill workers and the decode workers that would have computed the prompt first
                     ├── some in time: of them the pair that costs least, what it takes from other requests included
-            ├── none, but a prefill worker that may go on decoding: the soonest of those
+                    ├── none, but a prefill worker that may go on decoding: the soonest of those
                     ├── none for sure: the policy's choice stays, or requests in a hurry would get in each other's way
                     └── none, even if all goes well: likewise, and the request is late
 
@@ -13,11 +13,10 @@ beside its decodes. What the decode worker of a pair has to do beforehand adds n
 token passes through it, and the KV follows. So a pair's time is that of the worker which computes the prompt, and only
 the workers that have least queued are looked at, one by one, until no other can be sooner.
 
-A prompt may be split: the prefill worker computes its beginning, and the decode worker the rest once it has that KV.
-Each token more in the first part costs about the same at one worker and saves the same at the other, so only points at
-which that changes are looked at. Up to what the prefill worker has, nothing is computed for it, and it is handed over
-before all that waits there; up to what that worker is about to have, it comes after that, and nothing is computed,
-either.
+A prompt may be split: the prefill worker hands its beginning over, and the decode worker computes the rest. Each token
+more in the first part costs one worker about what it saves the other, so all of it on one of them is best, but for one
+point: what the prefill worker has is handed over before all that waits there, as nothing is computed for it. So a prompt
+is split behind that, or not at all.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from router.policy.base import Candidate, Candidates, FirstTokenTarget, Late, Ro
 from router.policy.costs import CHUNK, SECONDS, first_token_s, in_place_s, room_s
 
 NUM_LOOKED_AT = 8  # workers of one role, at most
-SPLIT_GAIN = 0.2  # of the seconds of a whole prompt, which a split has to save
-PASSING_GAIN = 0.5  # likewise, if its part waits for no turn: what is queued is often done sooner than predicted
+SPLIT_GAIN = 0.5  # of the seconds of a whole prompt, to be saved: queues are often done sooner than predicted
 LEAST_PART = 64  # tokens: fewer are worth no part of their own
 
 
@@ -40,12 +38,14 @@ class Split:
     """A prompt in two parts. Seconds."""
 
     at: int  # tokens before this one are the prefill worker's, in whole blocks
-    num_missing: int  # of them, that it has to compute
-    part_s: float  # until it has computed them
-    handoff_s: float  # of their KV, after that
+    handoff_s: float  # of their KV
     tail_s: float  # to compute the rest beside the decode worker's decodes
     lost_s: float  # by these decodes together
     first_token_s: float
+
+    @property
+    def cost_s(self) -> float:
+        return self.first_token_s + self.lost_s
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,12 +66,12 @@ class Way:
         split, prefill = self.split, self.prefill
         if split is None or prefill is None:
             return ""
-        cost = _ms(split.first_token_s + split.lost_s)
+        cost = _ms(split.cost_s)
         instead = "" if self.instead_s is None else f" instead of {_ms(self.instead_s)}"
         return (
-            f"prefill split: costs {cost}{instead}: {split.at} tokens by {prefill.address} ({split.num_missing} "
-            f"missing, {_ms(split.part_s)}, handoff {_ms(split.handoff_s)}), the rest by {self.decode.address} "
-            f"(computing {_ms(split.tail_s)}, lost by its decodes {_ms(split.lost_s)})"
+            f"prefill split: costs {cost}{instead}: {split.at} tokens that {prefill.address} has (handoff "
+            f"{_ms(split.handoff_s)}), the rest by {self.decode.address} (computing {_ms(split.tail_s)}, lost by its "
+            f"decodes {_ms(split.lost_s)})"
         )
 
     def words(self) -> str:
@@ -92,103 +92,77 @@ def way_of(decode: Candidate, prefill: Candidate | None, target: FirstTokenTarge
     return Way(decode, prefill, _pair_s(decode, prefill, None if target is None else target.left_s))
 
 
-def may_split(decode: Candidate, prefill: Candidate) -> bool:
-    """Whether a split of the prompt can be sooner than all of it on one of the two workers."""
-    helper = prefill.endpoint
-    if not (helper.splits and decode.endpoint.splits) or decode.num_missing_tokens < 2 * LEAST_PART:
-        return False
-    # Else the prefill worker would go on with the rest at once.
-    return helper.load.num_queued_prompt_tokens > 0 or helper.num_unreported_tokens > 0
-
-
-def better_split(
-    decode: Candidate,
-    helpers: Sequence[Candidate],
-    request: RoutingRequest,
-) -> Way | None:
+def better_split(decode: Candidate, helpers: Sequence[Candidate], request: RoutingRequest) -> Way | None:
     """The way that splits the prompt, if all of it on either worker costs clearly more: seconds until the first token,
     and those that decodes lose. `helpers`: prefill workers, the best first. Only in seconds."""
-    most_cached = max(helpers, key=lambda one: one.num_cached_tokens)
-    whole: float | None = None
-    best: Way | None = None
+    found: list[tuple[Candidate, Split]] = []
+    most_cached = max(helpers, key=_num_cached)
     for prefill in (helpers[0],) if most_cached is helpers[0] else (helpers[0], most_cached):
-        if not may_split(decode, prefill):
-            continue
-        split = _best_split(decode, prefill, request, lambda one: one.first_token_s + one.lost_s)
-        if split is None:
-            continue
-        if whole is None:
-            target = request.first_token
-            ways = way_of(decode, None, target), way_of(decode, helpers[0], target)
-            whole = min(one.first_token_s + _lost_s(one) for one in ways)
-        way = Way(decode, prefill, split.first_token_s, split, whole)
-        cost = split.first_token_s + split.lost_s
-        gain = SPLIT_GAIN if split.part_s else PASSING_GAIN
-        if cost <= (1 - gain) * whole and (best is None or cost < best.first_token_s + _lost_s(best)):
-            best = way
-    return best
+        if _may_pay(decode, prefill) and (split := _split(decode, prefill, request)) is not None:
+            found.append((prefill, split))
+    if not found:
+        return None
+    prefill, split = min(found, key=lambda one: one[1].cost_s)
+    target = request.first_token
+    whole_s = min(
+        one.first_token_s + _lost_s(one) for one in (way_of(decode, None, target), way_of(decode, helpers[0], target))
+    )
+    if split.cost_s > (1 - SPLIT_GAIN) * whole_s:
+        return None
+    return Way(decode, prefill, split.first_token_s, split, whole_s)
+
+
+def _num_cached(one: Candidate) -> int:
+    return one.num_cached_tokens
+
+
+def _may_pay(decode: Candidate, prefill: Candidate) -> bool:
+    """Whether a closer look may find that a split costs less than half of the whole: the rest of the prompt, and the
+    decodes that wait for it, beside all that is queued and the rest. In tokens, which is quick, if both workers take
+    equally long."""
+    one, helper = decode.endpoint, prefill.endpoint
+    if one.batch_time is not helper.batch_time:
+        return True
+    num_queued = helper.load.num_queued_prompt_tokens + helper.num_unreported_tokens
+    num_rest = prefill.num_missing_tokens  # at least: it may have less than is thought
+    num_delayed = max(one.load.num_requests_running, 1)
+    return (1 + num_delayed) * num_rest <= (1 - SPLIT_GAIN) * (num_queued + num_rest)
 
 
 def _sooner_way(decode: Candidate, prefill: Candidate, request: RoutingRequest) -> Way:
     """The soonest way of a pair, split or not."""
     whole = way_of(decode, prefill, request.first_token)
-    if not may_split(decode, prefill):
-        return whole
-    split = _best_split(decode, prefill, request, lambda one: one.first_token_s)
+    split = _split(decode, prefill, request)
     if split is None or split.first_token_s >= whole.first_token_s:
         return whole
     return Way(decode, prefill, split.first_token_s, split)
 
 
-def _best_split(
-    decode: Candidate, prefill: Candidate, request: RoutingRequest, cost: Callable[[Split], float]
-) -> Split | None:
-    """The best of the points that may be; None if there is none."""
-    size, missing = max(decode.endpoint.block_size, 1), decode.num_missing_tokens
+def _split(decode: Candidate, prefill: Candidate, request: RoutingRequest) -> Split | None:
+    """Behind what the prefill worker has. None if it would go on with the rest at once, or the decode worker has about
+    as much, or one of them knows no split prompts."""
+    helper, missing = prefill.endpoint, decode.num_missing_tokens
+    if not (helper.splits and decode.endpoint.splits) or missing < 2 * LEAST_PART:
+        return None
+    if not (helper.load.num_queued_prompt_tokens or helper.num_unreported_tokens):
+        return None
+    size, told = max(decode.endpoint.block_size, 1), request.num_told_blocks
     first, stop = decode.num_cached_tokens, decode.num_cached_tokens + missing
+    if prefill.num_cached_tokens < first + LEAST_PART:
+        return None
+    at = prefill.num_cached_tokens if told is None else min(told(prefill.address) * size, prefill.num_cached_tokens)
+    at = min(at, stop - 1) // size * size
+    if at < first + LEAST_PART:
+        return None
     left_s = None if request.first_token is None else request.first_token.left_s
-    decode_s = first_token_s(decode.endpoint, 1, stop - 1, left_s)  # behind what is queued there
-    told = request.num_told_blocks
-    ready = prefill.num_cached_tokens if told is None else told(prefill.address) * size  # it waits for no turn
-
-    def at(token: int) -> Split | None:
-        token = min(token, stop - 1) // size * size
-        if not first + LEAST_PART <= token <= stop - 1:
-            return None
-        return _split(decode, prefill, token, ready, decode_s, left_s, request.handoff_token_s)
-
-    found = [one for one in (at(ready), at(prefill.num_cached_tokens)) if one is not None]
-    return min(found, key=cost, default=None)
-
-
-def _split(
-    decode: Candidate,
-    prefill: Candidate,
-    at: int,
-    ready: int,
-    decode_s: float,
-    left_s: float | None,
-    handoff_token_s: float | None,
-) -> Split:
-    """`ready`: leading tokens that the prefill worker has. `decode_s`: until the decode worker comes to a prompt of one
-    token."""
-    endpoint, cached = prefill.endpoint, prefill.num_cached_tokens
-    num_missing, num_tail = max(at - cached, 0), decode.num_cached_tokens + decode.num_missing_tokens - at
-    part_s = first_token_s(endpoint, num_missing, cached, left_s) if num_missing else 0.0
-    if at > ready and not num_missing:
-        part_s = SECONDS.queue(endpoint)  # it is about to have them, as it computes them for another
-    # What is cached is handed over as a whole; of what is computed only the last chunk comes after the rest.
-    num_moved = min(max(num_missing, 1), CHUNK) if at > ready else at - decode.num_cached_tokens
-    handoff_s = (
-        SECONDS.handoff(endpoint, num_moved, at - num_moved, None)
-        if handoff_token_s is None
-        else handoff_token_s * num_moved
-    )
-    if decode.endpoint.load.room_after:
-        alone_s = SECONDS.prompt(endpoint, num_missing, cached)
-        part_s = max(part_s, room_s(decode.endpoint, left_s) + alone_s)
-    tail_s, lost_s = in_place_s(decode.endpoint, num_tail, at)
-    return Split(at, num_missing, part_s, handoff_s, tail_s, lost_s, max(part_s + handoff_s, decode_s) + tail_s)
+    if request.handoff_token_s is None:
+        handoff_s = SECONDS.handoff(helper, at - first, first, None)
+    else:
+        handoff_s = request.handoff_token_s * (at - first)  # all of it, not the last chunk alone
+    tail_s, lost_s = in_place_s(decode.endpoint, stop - at, at)
+    # The decode worker asks once it has room, and comes to the rest after what is queued there.
+    comes_s = max(room_s(decode.endpoint, left_s) + handoff_s, first_token_s(decode.endpoint, 1, stop - 1, left_s))
+    return Split(at, handoff_s, tail_s, lost_s, comes_s + tail_s)
 
 
 def in_time(

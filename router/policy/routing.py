@@ -264,15 +264,14 @@ def _by_way(
     way: Way, decode: Candidate, asked: Sequence[Candidate], placement: Placement
 ) -> tuple[Candidate, Sequence[Candidate], Placement]:
     """Where the request goes for the sake of its first token, in place of where the policy wanted it. Of a split prompt
-    the first of the prefill workers lacks its part alone."""
+    the first of the prefill workers has its part."""
     missing, prefill = way.decode.num_missing_tokens, way.prefill
     if prefill is not None:
         others = [one for one in asked if one.address != prefill.address]
         if (split := way.split) is not None:
             missing = split.at - way.decode.num_cached_tokens
             others = [one for one in others if one.endpoint.splits]
-            work = SECONDS.prompt(prefill.endpoint, split.num_missing, prefill.num_cached_tokens)
-            prefill = replace(prefill, num_missing_tokens=split.num_missing, work=work)
+            prefill = replace(prefill, num_missing_tokens=0, work=0.0)
         least = min(placement.min_remote_tokens, missing)
         remote = replace(placement, in_place=False, min_remote_tokens=least, is_final=False)
         return decode, [prefill, *others], remote

@@ -189,7 +189,7 @@ class Routes:
             raise UnusablePickError("gone", f"{incarnation[0]} is not there any more")
         endpoint = found[0].endpoint
         why = unusable(endpoint, wanted) or endpoint.suspended
-        if not (endpoint.can_decode if decodes else endpoint.can_prefill):
+        if not (endpoint.can_decode or endpoint.may_go_on_decoding if decodes else endpoint.can_prefill):
             why = why or "takes other work by now"
         if not fits(endpoint, wanted.num_tokens if decodes else wanted.num_prompt_tokens + 1):
             why = why or f"its context has {endpoint.max_model_len} tokens, too few"

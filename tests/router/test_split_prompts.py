@@ -55,26 +55,32 @@ def test_what_a_busy_worker_has_cached_is_handed_over_and_the_rest_computed_in_p
     assert not decision.in_place
     assert load_of(decision) == {"d": 800, "p": 0}
     assert decision.min_remote_tokens <= 3200, "or the decode worker would not ask for it"
-    told = why(decision)
-    assert told == (
-        "prefill split: costs 1672 ms instead of 3892 ms: 3200 tokens by p (0 missing, 0 ms, handoff 32 ms), "
-        "the rest by d (computing 820 ms, lost by its decodes 820 ms)"
+    assert why(decision) == (
+        "prefill split: costs 1672 ms instead of 3892 ms: 3200 tokens that p has (handoff 32 ms), the rest by d "
+        "(computing 820 ms, lost by its decodes 820 ms)"
     )
 
 
-def test_blocks_that_are_about_to_be_there_come_after_what_waits() -> None:
-    """The worker has told of 1,600 of the 3,200 tokens: only these are handed over before all that waits."""
+def test_blocks_that_are_about_to_be_there_wait_for_their_turn() -> None:
+    """The worker has told of 3,200 of the 3,280 tokens: only these are handed over before all that waits."""
     request = RoutingRequest(
         num_prompt_tokens=4000,
         fingerprint="f",
-        cached_blocks={"p": 200},
-        num_told_blocks={"p": 100}.__getitem__,
-        first_token=FirstTokenTarget(3.0),
+        cached_blocks={"p": 205},
+        num_told_blocks={"p": 200}.__getitem__,
         handoff_token_s=1e-5,
     )
-    decision = create_policy("round_robin").pick(request, knowing(BUSY))
-    assert (decision.split_at, decision.num_missing_tokens) == (1600, 0)
-    assert decision.first_token_s == pytest.approx(0.016 + 2.4 + 5 * 0.01)
+    policy = create_policy("round_robin")
+    assert policy.pick(request, knowing(BUSY)).split_at == 3200
+    assert policy.pick(replace(request, num_told_blocks={"p": 0}.__getitem__), knowing(BUSY)).split_at == 0
+
+
+def test_a_worker_that_has_more_is_asked_before_one_that_is_sooner() -> None:
+    decision = pick(
+        knowing("d decode 0/0 9/9\nq prefill 0/0 9/9 queued=3000\np prefill 0/0 9/9 queued=5000"), 4000, p=3200
+    )
+    assert decision.split_at == 3200
+    assert [one.address for one in decision.prefill] == ["p", "q"]
 
 
 @pytest.mark.parametrize("who", ["d", "p", "nobody's"])
@@ -124,7 +130,8 @@ def test_a_split_is_predicted_to_cost_less(
         return
     assert here < decision.split_at < num_tokens
     assert decision.split_at % 16 == 0
-    assert decision.num_missing_tokens == max(decision.split_at - there, 0)
+    assert decision.num_missing_tokens == 0
+    assert decision.split_at <= there
     assert whole.first_token_s is not None
     assert decision.first_token_s is not None
 
