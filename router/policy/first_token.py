@@ -15,8 +15,8 @@ the workers that have least queued are looked at, one by one, until no other can
 
 A prompt may be split: the prefill worker hands its beginning over, and the decode worker computes the rest. Each token
 more in the first part costs one worker about what it saves the other, so all of it on one of them is best, but for one
-point: what the prefill worker has is handed over before all that waits there, as nothing is computed for it. So a prompt
-is split behind that, or not at all.
+point: what the prefill worker has is handed over before all that waits there, as nothing is computed for it. So a
+prompt is split behind that, or not at all.
 """
 
 from __future__ import annotations
