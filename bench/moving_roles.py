@@ -1,7 +1,7 @@
 """A day whose mix changes, on fleets whose roles stay and on one whose roles move: long prompts in the morning, long
 answers in the evening.
 
-    python -m bench.moving_roles [--workers 4] [--times 4xh100-70b] [--seconds 1200] [--json]
+    python -m bench.moving_roles [--workers 3] [--times xeon-135m] [--seconds 240] [--json]
 
 All fleets are simulated (`simulation`) and have as many workers; all times are virtual, so figures are the same on
 every machine. In the first third of the day there are only prompts, as many as `LOAD` of all workers but one can
@@ -28,9 +28,16 @@ from router.autoscaler.fleet_load import ModelTime
 from simulation.fleet import Fleet
 from simulation.scenario import fleet_options, scenarios
 
-LOAD = 0.8
-BATCH = 32  # requests of a decode worker at once, whose steps are in time
+LOAD = 0.75
+BATCH = 16  # requests of a decode worker at once, whose steps are in time
 SIGMA = 0.3  # of the lengths' logarithms
+QUICK = {  # for a day of some minutes, and for workers as slow as these
+    "role_interval": 5.0,
+    "role_delay": 1.0,
+    "arrival_window": 15.0,
+    "target_requests": 16.0,
+    "target_queued_tokens": 4096.0,
+}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -39,8 +46,8 @@ class Kind:
     output_tokens: int
 
 
-MORNING = Kind(prompt_tokens=12_000, output_tokens=150)
-EVENING = Kind(prompt_tokens=300, output_tokens=1200)
+MORNING = Kind(prompt_tokens=2000, output_tokens=30)
+EVENING = Kind(prompt_tokens=50, output_tokens=200)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -52,7 +59,7 @@ class Row:
     num_shifts: int
 
 
-def day(num_workers: int, times: str, seconds: float, seed: int = 1) -> list[TrafficRequest]:
+def day(num_workers: int, times: str, seconds: float, load: float = LOAD, seed: int = 1) -> list[TrafficRequest]:
     time = ModelTime(simulated_time(times).time)
     prompts_per_s = 1 / time.prompt_s(MORNING.prompt_tokens)
     answers_per_s = BATCH / time.decode_s(BATCH, EVENING.prompt_tokens + EVENING.output_tokens / 2)
@@ -60,7 +67,7 @@ def day(num_workers: int, times: str, seconds: float, seed: int = 1) -> list[Tra
     found: list[TrafficRequest] = []
     for number, (kind, rate) in enumerate(zip((MORNING, EVENING), rates, strict=True)):
         name, draw = f"{seed}/{number}", random.Random(f"{seed}/{number}")
-        peak = arrivals.poisson(LOAD * (num_workers - 1) * rate, draw)
+        peak = arrivals.poisson(load * (num_workers - 1) * rate, draw)
         made = independent(
             (
                 at
@@ -103,26 +110,27 @@ def play(requests: Sequence[TrafficRequest], seconds: float, name: str = "", **g
     )
 
 
-def rows(num_workers: int, times: str, seconds: float, ttft_ms: float, tpot_ms: float) -> Iterator[Row]:
-    requests = day(num_workers, times, seconds)
+def rows(
+    num_workers: int, times: str, seconds: float, ttft_ms: float, tpot_ms: float, load: float = LOAD
+) -> Iterator[Row]:
+    requests = day(num_workers, times, seconds, load)
     given = {"times": times, "goodput": f"ttft:{ttft_ms:g},tpot:{tpot_ms:g}"}
     for prefill in range(1, num_workers):
         yield play(requests, seconds, prefill=prefill, decode=num_workers - prefill, **given)
-    yield play(requests, seconds, "all with both roles", prefill=0, decode=0, both=num_workers, **given)
     half = num_workers // 2
-    moving = {**given, "move_roles": True, "prefill": half, "decode": num_workers - half}
-    yield play(requests, seconds, "moving, by signals", **moving)
-    by_model = {"planner": "model", "target_ttft_ms": ttft_ms, "target_tpot_ms": tpot_ms}
-    yield play(requests, seconds, "moving, by the model", **moving, **by_model)
+    moving = {**given, **QUICK, "move_roles": True}
+    yield play(requests, seconds, "moving", **moving, prefill=half, decode=num_workers - half)
+    yield play(requests, seconds, "moving, all begin with both", **moving, prefill=0, decode=0, both=num_workers)
+    yield play(requests, seconds, "all with both roles", prefill=0, decode=0, both=num_workers, **given)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--times", default="4xh100-70b")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="of the day")
-    parser.add_argument("--ttft-ms", type=float, default=5000.0)
-    parser.add_argument("--tpot-ms", type=float, default=25.0)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--times", default="xeon-135m")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of the day")
+    parser.add_argument("--ttft-ms", type=float, default=3000.0)
+    parser.add_argument("--tpot-ms", type=float, default=22.0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.workers < 2:

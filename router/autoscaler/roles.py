@@ -3,22 +3,22 @@
     needs of both roles ── pressure ──> the shift that lowers it most ── long enough, worth it ──> one shift
     workers of both roles, and what they take now ─────┘
 
-A worker that takes both kinds of work counts half for each. A role's pressure is what it needs divided by the workers
-that it has; the greater one decides. A shift is free and takes a moment, and a pod is neither. So roles move first, and
-pods are asked for by what the fleet needs as a whole.
+A role's pressure is what it needs divided by the workers that it has; the greater one decides. Workers that take both
+kinds of work help the role that is short, as far as the other one leaves them time. A shift is free and takes a moment,
+and a pod is neither. So roles move first, and pods are asked for by what the fleet needs as a whole.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.types import WorkerRole
 from router.autoscaler.signals import FleetSignals, MovableWorker, ScaleDecision
 
-_SHARES = {WorkerRole.PREFILL: (1.0, 0.0), WorkerRole.DECODE: (0.0, 1.0), WorkerRole.BOTH: (0.5, 0.5)}
-"""How much of a worker of both roles each role has, by what it takes."""
+MIXED = 0.9  # of a worker's time that is of use if it takes both kinds of work: they are in each other's way
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -41,26 +41,39 @@ class Shift:
 
 @dataclass(slots=True, frozen=True)
 class _Split:
-    """What each role needs, and has."""
+    """What each role needs, and how many workers take what."""
 
-    needs: tuple[float, float]
-    has: tuple[float, float]
+    prefill_need: float
+    decode_need: float
+    numbers: Mapping[WorkerRole, int]
 
     @property
     def pressure(self) -> float:
-        return max(map(_ratio, self.needs, self.has))
+        """With the time of mixed workers where it helps most."""
+        prefill, decode = self.numbers[WorkerRole.PREFILL], self.numbers[WorkerRole.DECODE]
+        mixed, need = MIXED * self.numbers[WorkerRole.BOTH], self.prefill_need + self.decode_need
+        if not need:
+            return 0.0
+        to_prefill = (
+            self.prefill_need * (decode + mixed) - self.decode_need * prefill
+        ) / need  # both are as short then
+        to_prefill = min(max(to_prefill, 0.0), mixed)
+        return max(
+            _ratio(self.prefill_need, prefill + to_prefill), _ratio(self.decode_need, decode + mixed - to_prefill)
+        )
+
+    @property
+    def has_both(self) -> bool:
+        """Whether some worker takes prompts, and some takes requests."""
+        mixed = self.numbers[WorkerRole.BOTH]
+        return bool(self.numbers[WorkerRole.PREFILL] + mixed and self.numbers[WorkerRole.DECODE] + mixed)
 
     def after(self, before: WorkerRole, role: WorkerRole) -> _Split:
-        prefill, decode = (
-            have - old + new for have, old, new in zip(self.has, _SHARES[before], _SHARES[role], strict=True)
-        )
-        return _Split(self.needs, (prefill, decode))
+        numbers = {**self.numbers, before: self.numbers[before] - 1}
+        return replace(self, numbers={**numbers, role: numbers[role] + 1})
 
     def words(self) -> str:
-        return (
-            f"prefill needs {self.needs[0]:.2f} workers and has {self.has[0]:g}, "
-            f"decode needs {self.needs[1]:.2f} and has {self.has[1]:g}"
-        )
+        return ", ".join(f"{number} {role.value}" for role, number in self.numbers.items())
 
 
 class RolePlanner:
@@ -111,13 +124,15 @@ class RolePlanner:
         for before, worker in emptiest.items():
             for role in WorkerRole:
                 after = now.after(before, role)
-                if role is before or min(after.has) <= 0:
+                if role is before or not after.has_both:
                     continue  # one that takes prompts, and one that takes requests, are left at any time
                 if after.pressure > now.pressure * (1 - self._options.gain):
                     continue
-                # Of equals a worker for one role: beside another's prompts its answers would take longer.
-                shift = Shift(worker, role, f"{now.words()}; then {after.has[0]:g} and {after.has[1]:g}")
-                found = after.pressure, role is WorkerRole.BOTH, shift
+                reason = (
+                    f"prefill needs {now.prefill_need:.2f} workers and decode {now.decode_need:.2f}: {after.words()} "
+                    f"instead of {now.words()}"
+                )
+                found = after.pressure, role is WorkerRole.BOTH, Shift(worker, role, reason)
                 if best is None or found[:2] < best[:2]:
                     best = found
         return None if best is None else best[2]
@@ -126,15 +141,16 @@ class RolePlanner:
 def _split(
     decisions: Mapping[WorkerRole, ScaleDecision], signals: FleetSignals, movable: Sequence[MovableWorker]
 ) -> _Split:
-    takes = [worker.role for worker in movable]
-    prefill = signals.prefill.num_ready - len(takes) + takes.count(WorkerRole.DECODE)  # that have this role alone
-    decode = signals.decode.num_ready - len(takes) + takes.count(WorkerRole.PREFILL)
+    takes = Counter(worker.role for worker in movable)
+    mixed = takes[WorkerRole.BOTH]
     return _Split(
-        (decisions[WorkerRole.PREFILL].needed, decisions[WorkerRole.DECODE].needed),
-        (
-            max(prefill, 0) + sum(_SHARES[role][0] for role in takes),
-            max(decode, 0) + sum(_SHARES[role][1] for role in takes),
-        ),
+        decisions[WorkerRole.PREFILL].needed,
+        decisions[WorkerRole.DECODE].needed,
+        {
+            WorkerRole.PREFILL: max(signals.prefill.num_ready - mixed, takes[WorkerRole.PREFILL]),
+            WorkerRole.DECODE: max(signals.decode.num_ready - mixed, takes[WorkerRole.DECODE]),
+            WorkerRole.BOTH: mixed,
+        },
     )
 
 

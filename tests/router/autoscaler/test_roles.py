@@ -69,7 +69,11 @@ def best(letters: str, prefill: float, decode: float, fixed: tuple[int, int] = (
         ("PDDD", 1.05, 3, ""),  # what it would take away is less than a tenth
         ("PD", 3, 0.4, "w2 decode -> both"),  # one that takes requests has to stay
         ("PD", 0.4, 3, "w1 prefill -> both"),
-        ("BB", 3, 0.4, "w1 both -> prefill"),
+        ("BB", 1.2, 0.4, ""),  # who is short has the time of both
+        ("BB", 3, 0.4, ""),  # and nobody else could give it more
+        ("BB", 1.0, 0.9, ""),  # what workers of one kind would gain is less than a tenth
+        ("PPD", 0.3, 2.1, "w1 prefill -> decode"),
+        ("PDD", 1.7, 1.7, "w2 decode -> both"),
         ("BD", 0.2, 1.9, ""),  # so does one that takes prompts
         ("PD!D", 2, 1, "w3 decode -> prefill"),
         ("PD!D!", 2, 1, ""),
@@ -86,7 +90,9 @@ def test_the_best_shift(letters: str, prefill: float, decode: float, wanted: str
 def test_a_reason_is_in_numbers_and_workers_of_one_role_count() -> None:
     shift = best("DD", 3, 1, fixed=(1, 1))
     assert shift is not None
-    assert shift.reason == "prefill needs 3.00 workers and has 1, decode needs 1.00 and has 3; then 2 and 2"
+    assert shift.reason == (
+        "prefill needs 3.00 workers and decode 1.00: 2 prefill, 2 decode, 0 both instead of 1 prefill, 3 decode, 0 both"
+    )
 
 
 def test_the_worker_with_least_to_do_goes() -> None:
@@ -194,7 +200,9 @@ async def test_the_process_moves_a_role_and_says_why(start_loaded: StartLoaded) 
         found = await running.until(lambda d: d["roles"]["shifts"])
         (shift,) = found["roles"]["shifts"]
         assert (shift["roles"], shift["failure"]) == ("decode -> prefill", "")
-        assert shift["reason"].startswith("prefill needs 2.00 workers and has 1, decode needs 0.00 and has 2")
+        assert shift["reason"].startswith(
+            "prefill needs 2.00 workers and decode 0.00: 2 prefill, 1 decode, 0 both instead of"
+        )
         (moved,) = [one for one in others if one.orders]
         assert moved.address == shift["address"]
         (order,) = moved.orders
