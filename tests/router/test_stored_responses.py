@@ -16,6 +16,7 @@ from common.config import RouterSettings
 from common.errors import StartupError
 from protos.baton.v1 import worker_pb2
 from router.responses.store import ResponseStore
+from router.running.retries import DispatchLimits
 from router.server import serve
 from tests.each_case import each_case
 from tests.router import chat_templates
@@ -205,7 +206,11 @@ async def test_it_survives_a_restart(worker: FakeWorker, start_router: StartRout
         await ask(third, "When?", first)
 
 
-async def test_a_stream_that_fails_is_told_and_not_continued(router: RunningRouter, worker: FakeWorker) -> None:
+async def test_a_stream_that_fails_is_told_and_not_continued(
+    worker: FakeWorker, start_router: StartRouter, tmp_path: Path
+) -> None:
+    soon = DispatchLimits(recovery_wait_s=0.01)
+    router = await start_router(worker, limits=soon, response_file=str(tmp_path / "responses.db"))
     worker.die_after = 2
     worker.spoil = lambda _: setattr(worker, "refuse", (grpc.StatusCode.INTERNAL, "it broke"))
     events = [event async for event in await ask(router, "x", stream=True)]
