@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: all of them in `make test-slow`, two fifths in `make test`.
+"""How many examples a property is tried with: all of them in `make test-slow`, a quarter in `make test`.
 
 Of a property that says nothing (`@given` alone), hypothesis' profile decides; see `tests/conftest.py`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-QUICK, THOROUGH = 40, 100
+QUICK, THOROUGH = 25, 100
 
 
 def examples(num: int) -> int:

@@ -55,6 +55,7 @@ def test_one_token_is_held_to_reading_at_best_and_sustained() -> None:
     assert limit.or_better(Limit(15.0, 15.0, {8: 3.0})) == Limit(20.0, 15.0, {8: 3.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_row_that_multiplies_is_measured(dtype: str) -> None:
     before = torch.get_num_threads()

@@ -32,6 +32,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_a_draft_model_before_its_longer_self(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

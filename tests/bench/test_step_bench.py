@@ -22,6 +22,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> None:
     step.main()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ALL)
 def test_sampling_is_compared_without_kernels_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], kernels: str

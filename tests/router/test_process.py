@@ -61,6 +61,7 @@ async def test_a_router_that_was_stopped_serves_at_once(worker: FakeWorker) -> N
         assert b"unreachable" in router.errors  # else the test tells nothing
 
 
+@pytest.mark.slow
 async def test_a_router_needs_no_torch() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", NO_TORCH)
     assert await process.wait() == 0

@@ -110,6 +110,7 @@ async def choices_hold_in_both(router: RunningProcesses, address: str, client: h
     assert await router.metric("baton_router_picks_served_total", by="first") == 6
 
 
+@pytest.mark.slow
 async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path, unused_port: int) -> None:
     limits = tmp_path / "limits.yaml"
     limits.write_text("default: {streams: 8}")
