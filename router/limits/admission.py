@@ -1,6 +1,6 @@
 """The one way of a request into the router, and out of it. What it passes, in this order:
 
-running    it counts as one that runs, and against its client's requests a second; how it ends is counted
+running    it counts against its client's requests a second, and then as one that runs; how it ends is counted
 serving    it waits for a worker if there is none; it is refused while the router drains
 charged    its answers take places in the gate, and their prompts tokens of its client's limits
 turn       it waits in the queue until workers may have it
@@ -249,6 +249,11 @@ class Admission:
         self._idle.clear()
         metrics.router_requests_running.set(self._num_running)
 
+    def refused(self, interface: str, outcome: str) -> None:
+        """A request that its client's limits do not allow: it never runs, so no batch makes way for it."""
+        self.demand.arrived()
+        _counted(interface, outcome).inc()
+
     def ended(self, interface: str, outcome: str, of_batch: bool) -> None:
         self._num_running -= 1
         self.demand.num_running -= 1
@@ -276,12 +281,15 @@ class _Running:
         self._ending = Ending()
 
     def __enter__(self) -> Ending:
-        self._admission.began(self._of_batch)
         try:
             self._admission.charge(self._client)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
+        except Exception as error:
+            self._ending.outcome = "internal"
+            if isinstance(error, BatonError):
+                self._ending.failed(error)
+            self._admission.refused(self._interface, self._ending.outcome)
             raise
+        self._admission.began(self._of_batch)
         return self._ending
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

@@ -179,6 +179,22 @@ async def test_a_router_with_one_place_answers_one_after_another(
     assert codes == [200, 200, 200, 429, 429]
 
 
+async def test_batches_make_no_way_for_a_request_that_is_refused(path: Path) -> None:
+    demand = Demand()
+    admission = Admission(Registry([], []), demand, Gate(), quotas=Quotas(str(path), Clock()))
+    changes: list[int] = []
+    demand.changed = lambda: changes.append(demand.num_of_clients)
+    for _ in range(2):
+        with admission.running("rest"):
+            pass
+    assert changes == [1, 0, 1, 0]
+    with pytest.raises(OverloadedError), admission.running("rest"):
+        raise AssertionError("three at once")
+    assert changes == [1, 0, 1, 0]
+    assert (demand.num_requests, admission.num_running) == (3, 0)
+    await asyncio.wait_for(admission.idle(), 1)
+
+
 async def test_each_answer_counts_and_so_does_tokenizing(
     start_worker: StartWorker, start_router: StartRouter, tmp_path: Path
 ) -> None:
