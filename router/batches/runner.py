@@ -86,7 +86,10 @@ class BatchRunner:
             for task in self._working.values():
                 task.cancel()
             await asyncio.gather(*self._working.values(), return_exceptions=True)
-            await asyncio.shield(asyncio.to_thread(self._store.release, self._name))
+            try:
+                await asyncio.shield(asyncio.to_thread(self._store.release, self._name))
+            except sqlite3.Error as error:  # the router ends well all the same
+                log.warning("batches were not released; others have them later", extra={"reason": str(error)})
 
     async def _begin_work(self) -> None:
         if time.monotonic() >= self._clean_at:

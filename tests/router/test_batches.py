@@ -416,6 +416,23 @@ async def test_a_store_that_fails_ends_nothing(store: BatchStore, monkeypatch: p
     await asyncio.gather(working, return_exceptions=True)
 
 
+async def test_a_store_that_fails_at_the_end_makes_no_failure(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lease runs out by itself."""
+
+    def release(_name: str) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(store, "release", release)
+    working = asyncio.create_task(runner(store, None).run())
+    await asyncio.sleep(0.02)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert [record.reason for record in caplog.records if "not released" in record.message] == ["disk I/O error"]  # type: ignore[attr-defined]
+
+
 async def test_lines_wait_without_a_place_and_each_owner_has_a_turn(store: BatchStore) -> None:
     """Four batches of a key over its limits do not hold up another one's."""
     rich, poor = ApiClient("rich"), ApiClient("poor")
