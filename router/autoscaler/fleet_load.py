@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -159,15 +159,15 @@ class FleetLoad:
         now = self._clock()
         fresh = [one for one in self._routers.values() if _is_fresh(one.reported_at, now)]
         both = self._both()
+        movable = {one.found.address for one in both}
         rates = [rate for one in fresh if (rate := one.arrivals.rate()) is not None]
         return FleetSignals(
-            prefill=self._role(self._taking(WorkerRole.PREFILL), now),
-            decode=self._role(self._taking(WorkerRole.DECODE), now),
+            prefill=self._role(self._taking(WorkerRole.PREFILL), now, movable),
+            decode=self._role(self._taking(WorkerRole.DECODE), now, movable),
             both=RoleSignals(
                 num_ready=sum(one.state is WorkerState.READY and _is_fresh(one.reported_at, now) for one in both),
                 num_silent=sum(not _is_fresh(one.reported_at, now) for one in both),
             ),
-            num_fixed=len(self._workers[WorkerRole.PREFILL].keys() ^ self._workers[WorkerRole.DECODE].keys()),
             arrival_tokens_per_s=sum(rates) if rates else None,
             arrived_tokens=float(self._arrived.prompt_tokens) if rates else None,
             arrived_requests=float(self._arrived.requests) if rates else None,
@@ -219,7 +219,8 @@ class FleetLoad:
         ]
 
     @staticmethod
-    def _role(workers: Iterable[_FollowedWorker], now: float) -> RoleSignals:
+    def _role(workers: Iterable[_FollowedWorker], now: float, movable: Collection[str]) -> RoleSignals:
+        """`movable`: addresses of the workers of both roles."""
         workers = list(workers)
         fresh = [worker for worker in workers if _is_fresh(worker.reported_at, now)]
         ready = [worker for worker in fresh if worker.state is WorkerState.READY]
@@ -230,6 +231,7 @@ class FleetLoad:
             times=tuple(times[:: math.ceil(len(times) / NUM_TIMES)]) if times and len(times) == len(ready) else (),
             predicted_rate=sum(rates) / len(rates) if rates and len(rates) == len(ready) else None,
             num_ready=len(loads),
+            num_fixed=sum(worker.found.address not in movable for worker in ready),
             num_silent=len(workers) - len(fresh),
             num_requests=sum(load.num_requests_running + load.num_requests_waiting for load in loads),
             queued_tokens=sum(load.num_queued_prompt_tokens for load in loads),

@@ -152,11 +152,16 @@ class Planner:
 
 
 def _of_both(needs: Needs, signals: FleetSignals) -> Need:
-    """How many workers there should be whose roles move: for these, only the fleet as a whole can be short."""
+    """How many workers there should be whose roles move: for these, only the fleet as a whole can be short.
+
+    A ready worker of one role takes its share of that role's need off them, and never any of the other's, however
+    little it has to do.
+    """
     prefill, decode = needs.prefill, needs.decode
-    fixed = f", {signals.num_fixed} are of one role" if signals.num_fixed else ""
+    fixed_prefill, fixed_decode = signals.prefill.num_fixed, signals.decode.num_fixed
+    fixed = f", less {fixed_prefill} and {fixed_decode} of one role" if fixed_prefill or fixed_decode else ""
     return Need(
-        max(prefill.workers + decode.workers - signals.num_fixed, 0.0),
+        max(prefill.workers - fixed_prefill, 0.0) + max(decode.workers - fixed_decode, 0.0),
         f"{prefill.workers:.2f} for prefill and {decode.workers:.2f} for decode, whose roles move{fixed}",
         unknown=float(signals.both.num_silent) if prefill.unknown or decode.unknown else 0.0,
         exact=prefill.exact and decode.exact,

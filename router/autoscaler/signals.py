@@ -31,6 +31,7 @@ class RoleSignals:
     """
 
     num_ready: int = 0
+    num_fixed: int = 0  # of those that are ready: they have this role alone, and never take work of the other
     num_silent: int = 0
     num_requests: int = 0  # running and waiting
     queued_tokens: int = 0  # prompt tokens whose KV is not computed yet
@@ -70,7 +71,6 @@ class FleetSignals:
     prefill: RoleSignals = RoleSignals()
     decode: RoleSignals = RoleSignals()
     both: RoleSignals = RoleSignals()  # of workers of both roles, whatever they take: only how many there are
-    num_fixed: int = 0  # workers of one role
     arrival_tokens_per_s: float | None = None  # prompt tokens at the routers; None if no router is asked
     arrived_tokens: float | None = None  # the same as a total since some moment; None likewise
     arrived_requests: float | None = None  # as a total since some moment; None likewise

@@ -57,3 +57,32 @@ async def test_a_worker_s_rate_is_what_its_model_of_time_says() -> None:
     finally:
         await fleet.close()
         await worker.stop()
+
+
+async def test_only_ready_workers_of_one_role_are_counted_as_such() -> None:
+    """Neither one that drains, nor one that is listed and never reports, nor one of both roles."""
+    roles = (WorkerRole.BOTH, WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)
+    workers = [FakeWorker(role) for role in roles]
+    for worker in workers:
+        await worker.start()
+    both, prefill, decode, drains = workers
+    drains.change(state=worker_pb2.WORKER_STATE_DRAINING)
+    fleet = FleetLoad(
+        discover((both.address, prefill.address), key="prefill"),
+        discover((both.address, decode.address, drains.address, "127.0.0.1:1"), key="decode"),
+        discover((), key="routers"),
+        arrival_window_s=10,
+    )
+    fleet.start()
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                signals = fleet.signals()
+                if signals and (signals.prefill.num_ready, signals.decode.num_silent) == (2, 1):
+                    break
+                await asyncio.sleep(0.01)
+        assert (signals.prefill.num_fixed, signals.decode.num_fixed) == (1, 1)
+    finally:
+        await fleet.close()
+        for worker in workers:
+            await worker.stop()

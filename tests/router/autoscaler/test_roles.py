@@ -41,10 +41,9 @@ def signals(workers: list[MovableWorker], prefill: int = 0, decode: int = 0) -> 
     """`prefill`, `decode`: workers of one role."""
     takes = [one.role for one in workers]
     return FleetSignals(
-        prefill=RoleSignals(num_ready=prefill + len(takes) - takes.count(DECODE)),
-        decode=RoleSignals(num_ready=decode + len(takes) - takes.count(PREFILL)),
+        prefill=RoleSignals(num_ready=prefill + len(takes) - takes.count(DECODE), num_fixed=prefill),
+        decode=RoleSignals(num_ready=decode + len(takes) - takes.count(PREFILL), num_fixed=decode),
         both=RoleSignals(num_ready=len(takes)),
-        num_fixed=prefill + decode,
     )
 
 
@@ -164,7 +163,28 @@ def test_pods_are_asked_for_by_what_the_whole_fleet_needs() -> None:
     assert desired(2, 4) == 5
     assert desired(0, 1) == 2
     assert desired(20, 20) == 9
-    assert "roles move, 1 are of one role" in planner.step(next(seconds), signals(workers, decode=1))[BOTH].reasons[0]
+    assert (
+        "roles move, less 0 and 1 of one role"
+        in planner.step(next(seconds), signals(workers, decode=1))[BOTH].reasons[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fixed", "prefill", "decode", "wanted"),
+    [
+        ((4, 0), 0.2, 5, 5),  # four idle prefill workers decode nothing
+        ((0, 4), 3, 0.5, 3),
+        ((1, 2), 3, 4, 4),
+        ((4, 4), 1, 1, 0),
+    ],
+)
+def test_workers_of_one_role_do_no_work_of_the_other(
+    fixed: tuple[int, int], prefill: float, decode: float, wanted: int
+) -> None:
+    rules = FixedRules()
+    rules.prefill, rules.decode = Need(prefill, "x", exact=True), Need(decode, "y", exact=True)
+    planner = Planner(PlannerOptions(both=Bounds(0, 9), scale_up_delay_s=0.0, idle_timeout_s=0.0), rules)
+    assert planner.step(0.0, signals([], *fixed))[BOTH].desired == wanted
 
 
 def test_what_is_wrong_with_settings_is_named() -> None:
