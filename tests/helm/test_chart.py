@@ -173,6 +173,15 @@ def test_scaling_to_zero_is_taken_if_it_is_possible(mode: str) -> None:
     assert settings_of(objects, "demo-baton-autoscaler")["prefill_min"] == 0
 
 
+MOVING: dict[str, object] = {  # workers of both roles alone come and go
+    "both.replicas": 4,
+    "both.autoscaling.enabled": True,
+    "autoscaling.moveRoles": True,
+    **{f"{role}.autoscaling.enabled": False for role in ROLES},
+    **{f"{role}.startupTimeoutSeconds": 90 for role in ROLES},
+}
+
+
 @pytest.mark.parametrize(
     ("values", "wait"),
     [
@@ -185,6 +194,9 @@ def test_scaling_to_zero_is_taken_if_it_is_possible(mode: str) -> None:
         ),
         ({"decode.autoscaling.minReplicas": 0, "router.settings": {"worker_wait": 5}}, 5),
         ({"decode.autoscaling.minReplicas": 0, "autoscaling.mode": "none"}, None),
+        ({**MOVING, "both.autoscaling.minReplicas": 0}, 600),
+        ({**MOVING, "both.autoscaling.minReplicas": 0, "both.startupTimeoutSeconds": 120}, 120),
+        (MOVING, None),
     ],
 )
 def test_routers_wait_for_workers_if_there_may_be_none(values: dict[str, object], wait: int | None) -> None:

@@ -29,6 +29,7 @@
 {{- $_ := set $settings "decode" (include "baton.discovery" (dict "root" . "component" "decode")) -}}
 {{- if and (include "baton.scalesToZero" .) (not (hasKey $settings "worker_wait")) -}}
 {{- $start := max (int .Values.prefill.startupTimeoutSeconds) (int .Values.decode.startupTimeoutSeconds) -}}
+{{- if .Values.both.replicas }}{{- $start = max $start (int .Values.both.startupTimeoutSeconds) }}{{ end -}}
 {{- $_ := set $settings "worker_wait" (min $start (int (default 600 $settings.request_timeout))) -}}
 {{- end -}}
 {{- toYaml $settings -}}
@@ -46,7 +47,7 @@
 {{/* Whether there may be no worker at all: then requests wait for the first one, and autoscalers hear of them. */}}
 {{- define "baton.scalesToZero" -}}
 {{- $root := . -}}
-{{- range $role := list "prefill" "decode" -}}
+{{- range $role := list "prefill" "decode" "both" -}}
 {{- $values := get $root.Values $role -}}
 {{- if and (include "baton.autoscaled" (dict "root" $root "values" $values)) (eq (int $values.autoscaling.minReplicas) 0) -}}true{{- end -}}
 {{- end -}}
