@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -15,6 +16,20 @@ def comma_separated(value: object) -> object:
     return value
 
 
+def bracketed(address: object) -> object:
+    """`fd00::1:80` as `[fd00::1]:80`: so Kubernetes writes `$(POD_IP):80` on IPv6. What follows the last colon is the
+    port: nothing that is read so goes without one."""
+    if isinstance(address, str):
+        host, _, port = address.rpartition(":")
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            return address
+        return f"[{host}]:{port}"
+    return address
+
+
+Address = Annotated[str, BeforeValidator(bracketed)]  # of one host, with a port
 Addresses = Annotated[tuple[str, ...], BeforeValidator(comma_separated)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(gt=0)]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from common.config.base import (
+    Address,
     Addresses,
     HealthSettings,
     LogSettings,
@@ -182,7 +183,7 @@ class EndpointPickerSettings(Settings):
         description="gRPC address at which a Gateway asks where its requests should go (Envoy's ext_proc, as the "
         "Endpoint Picker Protocol of the Gateway API Inference Extension says); off if unset",
     )
-    endpoint_picker_address: Annotated[str | None, AfterValidator(_reached)] = Field(
+    endpoint_picker_address: Annotated[Address | None, AfterValidator(_reached)] = Field(
         None, description="ip:port at which the Gateway reaches REST of this router; --http-listen if unset"
     )
     endpoint_picker_replicas: Addresses = Field(

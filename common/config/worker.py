@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from common.config.base import (
+    Address,
     HealthSettings,
     LogSettings,
     MetricsSettings,
@@ -157,7 +158,7 @@ class WorkerSettings(
     model_config = ConfigDict(extra="allow")  # see ConnectorSettings
 
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
-    advertise: str | None = Field(None, description="address by which others reach this worker; --listen if unset")
+    advertise: Address | None = Field(None, description="address by which others reach this worker; --listen if unset")
     max_waiting_requests: Positive = Field(
         1024, description="requests that wait for the engine to begin with them; further ones are refused"
     )

@@ -515,10 +515,12 @@ async def test_settings_that_do_not_go_together(settings: dict[str, Any], field:
 
 
 def test_an_address_is_one() -> None:
-    for address in ("router:8000", "10.0.0.1", "http://10.0.0.1:80"):
+    for address in ("router:8000", "10.0.0.1", "http://10.0.0.1:80", "fd00::1", "1:2:3:4:5:6:7:8", "fd00::1:http"):
         with pytest.raises(ValueError, match="should be ip:port"):
             RouterSettings.model_validate({"endpoint_picker_address": address})
-    assert RouterSettings.model_validate({"endpoint_picker_address": "[fd00::1]:80"})
+    for address in ("[fd00::1]:80", "fd00::1:80"):  # the chart's $(POD_IP):80 has no brackets
+        settings = RouterSettings.model_validate({"endpoint_picker_address": address})
+        assert settings.endpoint_picker_address == "[fd00::1]:80"
 
 
 # ------------------------------------------------------------------------------------------------ signed choices
