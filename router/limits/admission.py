@@ -199,17 +199,20 @@ class Admission:
         num_answers: int,
         num_places: int | None = None,
         field: str = "",
+        in_room: bool = False,
     ) -> AbstractContextManager[None]:
         """Use it around the answers that one body asks for. They count together, so that a body which is larger than a
         limit's burst is not refused for ever. Tokens of `charges` for which no worker is asked are given back.
 
         `field` says how many answers there are, `num_answers`; 0 if nothing is generated: nobody scales by that.
         `num_places`: of requests in flight that they take together, if not one each. The request itself has one.
+        `in_room`: the room of batches bounds them. They may be paused for hours, so they take no place in the gate and
+        none of their client's answers at a time.
 
         Raises `OverloadedError` if the client's limits do not allow it now, `InvalidArgumentError` if they never do.
         """
         num_places = num_answers if num_places is None else num_places
-        return _Charged(self.gate, self._quotas, self.demand, client, charges, num_answers, num_places, field)
+        return _Charged(self.gate, self._quotas, self.demand, client, charges, num_answers, num_places, field, in_room)
 
     def turn(
         self, client: ApiClient, cost: float, deadline: float, *, priority: int = 0, places: int = 1
@@ -305,7 +308,18 @@ class _Running:
 class _Charged:
     """See `Admission.charged`. A generator would cost each request more."""
 
-    __slots__ = ("_charges", "_client", "_demand", "_field", "_gate", "_num_answers", "_num_places", "_quotas", "_undo")
+    __slots__ = (
+        "_charges",
+        "_client",
+        "_demand",
+        "_field",
+        "_gate",
+        "_in_room",
+        "_num_answers",
+        "_num_places",
+        "_quotas",
+        "_undo",
+    )
 
     def __init__(
         self,
@@ -317,6 +331,7 @@ class _Charged:
         num_answers: int,
         num_places: int,
         field: str,
+        in_room: bool,
     ) -> None:
         self._gate = gate
         self._quotas = quotas
@@ -326,16 +341,18 @@ class _Charged:
         self._num_answers = num_answers
         self._num_places = num_places
         self._field = field
+        self._in_room = in_room
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         key, tenant, quotas, num_answers = self._client.name, self._client.tenant, self._quotas, self._num_answers
         num_tokens = sum([one.num_tokens for one in self._charges])
         with contextlib.ExitStack() as undo:
-            if self._num_places > 1:
+            if self._num_places > 1 and not self._in_room:
                 undo.enter_context(self._gate.requests(key, self._num_places - 1))
             if not quotas.say_nothing:
-                undo.enter_context(quotas.streams(key, tenant, num_answers, self._field))
+                if not self._in_room:
+                    undo.enter_context(quotas.streams(key, tenant, num_answers, self._field))
                 quotas.prompt(key, tenant, num_tokens)
                 if num_answers > 1:
                     quotas.more_requests(key, tenant, num_answers - 1)

@@ -135,8 +135,10 @@ class Generation:
     def charged(self, requests: Sequence[GenerationRequest], field: str = "") -> AbstractContextManager[None]:
         """Use it around `generate` of each answer that one body asks for. `field` says how many there are. See
         `Admission.charged`."""
-        charges = [one.charge for one in requests]
-        return self._admission.charged(requests[0].client, charges, num_answers=len(requests), field=field)
+        first, charges = requests[0], [one.charge for one in requests]
+        in_room = first.room is not None and first.beams is None  # a beam search makes no way
+        num_answers = len(requests)
+        return self._admission.charged(first.client, charges, num_answers=num_answers, field=field, in_room=in_room)
 
     def _turn(self, request: GenerationRequest) -> AbstractAsyncContextManager[None]:
         """See `Admission.turn`."""

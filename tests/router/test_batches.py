@@ -236,6 +236,34 @@ async def test_a_line_makes_way_and_goes_on_where_it_stopped(router: RunningRout
     assert sample("baton_router_batch_pauses_total") == pauses + 1
 
 
+async def test_a_paused_line_takes_none_of_its_clients_places(
+    worker: FakeWorker, start_router: StartRouter, tmp_path: Path
+) -> None:
+    keys, limits = tmp_path / "keys", tmp_path / "limits.yaml"
+    keys.write_text("sk-ann name=ann tenant=lab\n")
+    limits.write_text("keys: {ann: {streams: 1}}\ntenants: {lab: {streams: 1}}\n")
+    files = {"api_keys_file": str(keys), "limits_file": str(limits), "batch_file": str(tmp_path / "batches.db")}
+    router = await start_router(worker, **files, max_requests=4, max_requests_per_key=1)
+    ann = router.openai.with_options(api_key="sk-ann", max_retries=0)
+    worker.hang_after = 2
+    several = line("several")
+    several["body"]["n"] = 2
+    file = await ann.files.create(file=("a.jsonl", jsonl(line("one"), several)), purpose="batch")
+    batch = await ann.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
+    await asyncio.wait_for(worker.asked.wait(), 20)
+    worker.hang_after = None
+    for _ in range(3):
+        answer = await ann.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Now"}], max_tokens=100
+        )
+        assert answer.choices[0].message.content == ANSWER
+    async with asyncio.timeout(20):
+        while (batch := await ann.batches.retrieve(batch.id)).status != "completed":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 2
+
+
 async def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_text("something else, and more than a header's length of it" * 100)
