@@ -2,6 +2,7 @@
 
     nobody else asks          as many as `most`, `quiet_s` after the last other request ended
     others are in flight      one for each 1 / `share` of them, rounded down
+    and that has been none    one at a time, once some have waited `patience_s`, until there is room again
 
 When others come, the ones that began last make way at once: their workers drop them, and keep what is in their caches.
 They go on where they stopped when there is room again.
@@ -10,10 +11,15 @@ They go on where they stopped when there is room again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 300.0  # traffic that never stops would keep batches from their end for ever
 
 
 class Room:
@@ -26,6 +32,7 @@ class Room:
         most: int,
         share: float,
         quiet_s: float = 0.0,
+        patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_others`: requests in flight that are of no batch. `look` has to be called when it changes."""
@@ -33,48 +40,87 @@ class Room:
         self._most = most
         self._share = share
         self._quiet_s = quiet_s
+        self._patience_s = patience_s
         self._clock = clock
         self._others_at = clock() - quiet_s  # when the last of the others ended
         self._had_others = False
         self._inside: list[Place] = []  # the oldest first
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._no_room_since: float | None = None  # when one first waited; None since there was room
+        self._was_told = False  # that they wait long
+        self._used_at = clock()  # when one last came or left
+        self._patience_timer: asyncio.TimerHandle | None = None
 
     def place(self) -> Place:
         """Use it with `async with` around the time in which workers have one request; waits for its turn."""
         return Place(self)
 
-    def _allowed(self) -> int:
+    def _share_of_others(self) -> int:
         others = self._num_others()
         if others or self._had_others:
             self._others_at = self._clock()
         self._had_others = bool(others)
         return min(self._most, int(others * self._share)) if others else self._most
 
+    def _waited_long(self) -> bool:
+        return self._no_room_since is not None and self._clock() >= self._no_room_since + self._patience_s
+
+    def _allowed(self) -> int:
+        return max(self._share_of_others(), int(self._waited_long()))
+
     def look(self) -> None:
         """Lets in who may come now, and has those make way who may stay no longer."""
+        share = self._share_of_others()
+        left_s = 0.0 if self._had_others else self._others_at + self._quiet_s - self._clock()
+        if share and left_s <= 0:
+            self._no_room_since = None
+        elif self._waiting and self._no_room_since is None:
+            self._no_room_since, self._was_told = self._clock(), False
         allowed = self._allowed()
         for place in self._inside[allowed:]:
             place.make_way()
-        if not self._waiting or len(self._inside) >= allowed:
-            return
-        left_s = self._others_at + self._quiet_s - self._clock()
-        if not self._had_others and left_s > 0:
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(left_s, self._quiet)
-            return
-        num_free = allowed - len(self._inside)
-        while self._waiting and num_free:
+        may_come = allowed if left_s <= 0 else int(self._waited_long())
+        num_free = may_come - len(self._inside)
+        if self._waiting and num_free > 0:
+            self._tell()
+        while self._waiting and num_free > 0:
             turn = self._waiting.popleft()
             if not turn.done():  # or else it is being cancelled
                 turn.set_result(None)
                 num_free -= 1
+        if self._waiting:
+            self._look_later(left_s)
+
+    def _tell(self) -> None:
+        if self._waited_long() and not self._was_told:
+            self._was_told = True
+            log.warning(
+                "batches have waited long for room: one line at a time goes on beside other requests",
+                extra={"waited_s": self._patience_s},
+            )
+
+    def _look_later(self, quiet_in_s: float) -> None:
+        """There may be room later although nothing changes."""
+        loop = asyncio.get_running_loop()
+        if quiet_in_s > 0 and self._timer is None:
+            self._timer = loop.call_later(quiet_in_s, self._quiet)
+        if self._no_room_since is not None and not self._waited_long() and self._patience_timer is None:
+            left_s = self._no_room_since + self._patience_s - self._clock()
+            self._patience_timer = loop.call_later(left_s, self._patience_ends)
+
+    def _patience_ends(self) -> None:
+        self._patience_timer = None
+        self.look()
 
     def _quiet(self) -> None:
         self._timer = None
         self.look()
 
     async def enter(self, place: Place) -> None:
+        is_first = not self._inside and not self._waiting
+        if is_first and self._clock() >= self._used_at + self._patience_s:  # the wait of earlier ones is not theirs
+            self._no_room_since = None
         while True:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -89,10 +135,12 @@ class Room:
                 raise
             if len(self._inside) < self._allowed():  # nobody came since then
                 self._inside.append(place)
+                self._used_at = self._clock()
                 return
 
     def leave(self, place: Place) -> None:
         self._inside.remove(place)
+        self._used_at = self._clock()
         self.look()
 
 

@@ -202,3 +202,79 @@ async def test_others_that_come_while_a_turn_is_on_its_way() -> None:
     assert fleet.inside == []
     await fleet.others(0)
     assert fleet.inside == ["a"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_one_goes_on_once_they_have_waited_long(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    fleet = Fleet(share=0.02, patience_s=300.0, clock=clock)  # type: ignore[arg-type]
+    await fleet.others(3)
+    fleet.begin("a", "b", "c")
+    await settled()
+    clock.now = 299.0
+    await fleet.others(4)
+    assert fleet.inside == []
+    clock.now = 300.0
+    await fleet.others(3)
+    assert fleet.inside == ["a"], "one at a time"
+    await fleet.others(20)
+    assert (fleet.inside, fleet.stopped) == (["a"], []), "and to its end"
+    fleet.tasks["a"].cancel()
+    await settled()
+    assert fleet.inside == ["b"], "the next one does not wait as long again"
+    assert len([record for record in caplog.records if "waited long" in record.message]) == 1
+    await fleet.others(0)
+    assert fleet.inside == ["b", "c"]
+    await fleet.others(3)
+    assert sorted(fleet.stopped) == ["b", "c"], "there was room: nobody has waited since"
+
+
+async def test_one_goes_on_although_traffic_has_only_short_gaps() -> None:
+    clock = Clock()
+    fleet = Fleet(quiet_s=5.0, patience_s=300.0, clock=clock)  # type: ignore[arg-type]
+    await fleet.others(1)
+    await fleet.others(0)
+    fleet.begin("a", "b")
+    for second in range(1, 300):
+        clock.now = float(second)
+        await fleet.others(second % 2)
+        assert fleet.inside == []
+    clock.now = 301.0
+    await fleet.others(0)
+    assert fleet.inside == ["a"]
+    await fleet.others(1)
+    assert fleet.inside == ["a"]
+
+
+async def test_those_that_come_later_wait_for_themselves() -> None:
+    clock = Clock()
+    fleet = Fleet(patience_s=300.0, clock=clock)  # type: ignore[arg-type]
+    await fleet.others(1)
+    fleet.begin("a")
+    await settled()
+    clock.now = 300.0
+    await fleet.others(2)
+    assert fleet.inside == ["a"]
+    fleet.tasks["a"].cancel()
+    await settled()
+    clock.now = 600.0
+    fleet.begin("b")
+    await settled()
+    assert fleet.inside == []
+
+
+async def test_patience_ends_although_nothing_changes() -> None:
+    fleet = Fleet(patience_s=0.02)
+    await fleet.others(1)
+    fleet.begin("a")
+    await settled()
+    assert fleet.inside == []
+    async with asyncio.timeout(20):
+        while not fleet.inside:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
