@@ -23,7 +23,7 @@ from common import metrics
 from common.errors import NotFoundError
 from router.sqlite_file import SqliteFile
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_RESPONSES = 100_000  # of one owner
 ROW_BYTES = 512  # of a response beside its texts
 TAG_CHARS, RANDOM_CHARS = 8, 32  # of an id, in hex: which file has it, and which response it is
@@ -39,12 +39,13 @@ CREATE TABLE conversations (
 );
 CREATE TABLE responses (
     response_id TEXT PRIMARY KEY, conversation_id TEXT NOT NULL, previous_id TEXT, status TEXT NOT NULL,
-    input BLOB NOT NULL, response BLOB NOT NULL
+    input BLOB NOT NULL, output BLOB NOT NULL, response BLOB NOT NULL
 );
 CREATE INDEX of_owner ON conversations (owner, used_at);
 CREATE INDEX by_use ON conversations (used_at);
 CREATE INDEX of_conversation ON responses (conversation_id);
 """
+_OF_A_TURN = "response_id, previous_id, input, output"  # without the response, which may be far longer
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -53,11 +54,25 @@ class StoredResponse:
     previous_id: str | None = None  # the response that it continues
     status: str  # OpenAI's word: completed, incomplete or failed
     input: bytes  # JSON: the items of its own request
+    output: bytes  # JSON: of its answer, the items that go on in a conversation
     response: bytes  # JSON, as it was told
 
     @property
     def num_bytes(self) -> int:
-        return ROW_BYTES + len(self.input) + len(self.response)
+        return ROW_BYTES + len(self.input) + len(self.output) + len(self.response)
+
+
+@dataclass(slots=True, frozen=True)
+class Turn:
+    """What a response adds to its conversation."""
+
+    response_id: str
+    input: bytes
+    output: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.input) + len(self.output)
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +80,12 @@ class Earlier:
     """A conversation up to one of its responses."""
 
     session: str  # whose requests belong to one worker
-    responses: list[StoredResponse]  # the first one first
+    turns: list[Turn]  # the first one first
+    last: StoredResponse  # of the last one
+
+    @property
+    def num_bytes(self) -> int:
+        return self.last.num_bytes + sum(one.num_bytes for one in self.turns)
 
 
 class ResponseStore:
@@ -101,11 +121,13 @@ class ResponseStore:
         """An id that nobody guesses, and that says which file has the response."""
         return f"resp_{self._tag}{secrets.token_hex(RANDOM_CHARS // 2)}"
 
-    def add(self, one: StoredResponse, owner: str, session: str) -> bool:
+    def add(self, one: StoredResponse, owner: str, session: str, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Whether it is there now. It is not if its conversation is gone meanwhile, or alone takes more than an owner
-        has. `session`: of a conversation that begins."""
+        has, or if it `is_wanted` no longer when the file is free. `session`: of a conversation that begins."""
         now, size = self._clock(), one.num_bytes
         with self._file.transaction() as db:
+            if not is_wanted():
+                return False
             conversation_id = one.response_id
             if one.previous_id is not None:
                 if (previous := self._row(db, one.previous_id, owner)) is None:
@@ -117,8 +139,8 @@ class ResponseStore:
                 return False
             begun = "INSERT INTO conversations VALUES (?, ?, ?, ?, 0, 0) ON CONFLICT DO NOTHING"
             db.execute(begun, (conversation_id, owner, session, now))
-            row = (one.response_id, conversation_id, one.previous_id, one.status, one.input, one.response)
-            db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+            row = (one.response_id, conversation_id, one.previous_id, one.status, one.input, one.output)
+            db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, one.response))
             db.execute("UPDATE conversations SET used_at = ? WHERE conversation_id = ?", (now, conversation_id))
             _count(db, conversation_id, 1, size)
             num_forgotten = self._make_room(db, owner, conversation_id)
@@ -136,27 +158,24 @@ class ResponseStore:
 
     def earlier(self, response_id: str, owner: str, max_bytes: int) -> Earlier:
         """The conversation up to this response, which counts as used now. Raises `NotFoundError` if one of its
-        responses is not there, `ValueError` if its texts have more than `max_bytes`."""
-        found: list[StoredResponse] = []
+        responses is not there, `ValueError` if its turns have more than `max_bytes`."""
+        found: list[Turn] = []
         next_id: str | None = response_id
         with self._file.transaction() as db:
             num_bytes = 0
-            row: sqlite3.Row | None = None
+            if (last := self._row(db, response_id, owner)) is None:
+                raise NotFoundError(self._missing(response_id))
             while next_id is not None:
-                row = self._row(db, next_id, owner)
-                if row is None and not found:
-                    raise NotFoundError(self._missing(response_id))
-                if row is None:
+                if (row := self._row(db, next_id, owner, _OF_A_TURN)) is None:
                     raise NotFoundError(f"{response_id!r} continues {next_id!r}, which was deleted")
-                found.append(_response(row))
+                found.append(Turn(row["response_id"], row["input"], row["output"]))
                 num_bytes += found[-1].num_bytes
                 if num_bytes > max_bytes:
                     raise ValueError(f"its conversation has more than {max_bytes} bytes")
                 next_id = row["previous_id"]
-            assert row is not None  # noqa: S101 - there is one at least
             used = "UPDATE conversations SET used_at = ? WHERE conversation_id = ?"
-            db.execute(used, (self._clock(), row["conversation_id"]))
-            return Earlier(row["session"], found[::-1])
+            db.execute(used, (self._clock(), last["conversation_id"]))
+            return Earlier(last["session"], found[::-1], _response(last))
 
     def delete(self, response_id: str, owner: str) -> None:
         """Those that continue it can be continued no longer. Raises `NotFoundError`."""
@@ -182,11 +201,11 @@ class ResponseStore:
         metrics.router_stored_responses.labels("expired").inc(num_forgotten)
         return num_forgotten
 
-    def _row(self, db: sqlite3.Connection, response_id: str, owner: str) -> sqlite3.Row | None:
-        asked = (
-            "SELECT responses.*, session FROM responses JOIN conversations USING (conversation_id) "
-            "WHERE response_id = ? AND owner = ? AND used_at >= ?"
-        )
+    def _row(
+        self, db: sqlite3.Connection, response_id: str, owner: str, columns: str = "responses.*"
+    ) -> sqlite3.Row | None:
+        found = "FROM responses JOIN conversations USING (conversation_id) WHERE response_id = ? AND owner = ?"
+        asked = f"SELECT {columns}, session {found} AND used_at >= ?"
         row: sqlite3.Row | None = db.execute(asked, (response_id, owner, self._clock() - self._keep_s)).fetchone()
         return row
 
@@ -251,5 +270,6 @@ def _response(row: sqlite3.Row) -> StoredResponse:
         previous_id=row["previous_id"],
         status=row["status"],
         input=row["input"],
+        output=row["output"],
         response=row["response"],
     )

@@ -13,7 +13,8 @@ from router.responses.store import ROW_BYTES, ResponseStore, StoredResponse
 
 KEEP_S = 100.0
 MANY = 10**9  # bytes
-SIZE = ROW_BYTES + 100  # of each response of these tests
+TURN_SIZE = 100  # in its conversation, of each response of these tests
+SIZE = ROW_BYTES + TURN_SIZE + 900  # in the file, of each response of these tests
 
 
 class Clock:
@@ -49,7 +50,12 @@ def open_store(tmp_path: Path, clock: Clock) -> Iterator[Open]:
 def said(store: ResponseStore, owner: str = "alice", previous: str | None = None) -> str:
     """Adds a response. Returns its id, empty if it was not stored."""
     one = StoredResponse(
-        response_id=store.new_id(), previous_id=previous, status="completed", input=b"i" * 50, response=b"r" * 50
+        response_id=store.new_id(),
+        previous_id=previous,
+        status="completed",
+        input=b"i" * 50,
+        output=b"o" * 50,
+        response=b"r" * 900,
     )
     return one.response_id if store.add(one, owner, f"session of {owner}") else ""
 
@@ -62,7 +68,7 @@ def has(store: ResponseStore, response_id: str, owner: str = "alice") -> bool:
 
 
 def chain(store: ResponseStore, response_id: str, max_bytes: int = MANY) -> list[str]:
-    return [one.response_id for one in store.earlier(response_id, "alice", max_bytes).responses]
+    return [one.response_id for one in store.earlier(response_id, "alice", max_bytes).turns]
 
 
 def test_a_conversation_may_branch(open_store: Open) -> None:
@@ -74,8 +80,8 @@ def test_a_conversation_may_branch(open_store: Open) -> None:
     assert chain(store, left) == [first, left]
     assert store.earlier(last, "alice", MANY).session == "session of alice"
     with pytest.raises(ValueError, match="more than"):
-        chain(store, last, 3 * SIZE - 1)
-    assert chain(store, last, 3 * SIZE) == [first, right, last]
+        chain(store, last, 3 * TURN_SIZE - 1)
+    assert chain(store, last, 3 * TURN_SIZE) == [first, right, last]
 
 
 def test_it_survives_its_process_and_is_shared(open_store: Open) -> None:

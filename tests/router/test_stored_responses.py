@@ -15,6 +15,7 @@ import pytest
 from common.config import RouterSettings
 from common.errors import StartupError
 from protos.baton.v1 import worker_pb2
+from router.limits.admission import BODY_OVERHEAD_BYTES, BYTES_PER_TOKEN
 from router.responses.store import ResponseStore
 from router.running.retries import DispatchLimits
 from router.server import serve
@@ -22,7 +23,7 @@ from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, StartWorker, sample
 from tests.router.test_prefix_hints import names
-from tests.router.test_responses import TOOL
+from tests.router.test_responses import LOGPROBS, TOOL
 from tests.router.test_tools import prompt_of
 from tests.router.tiny_tokenizer import ids_of
 from tests.support.fake_worker import FakeWorker
@@ -109,6 +110,19 @@ async def test_a_cut_answer_is_continued(router: RunningRouter, worker: FakeWork
     await ask(router, "On", first)
     assert turn("assistant", first.output_text) + turn("user", "On") in prompt_of(worker)
     assert (await router.openai.responses.retrieve(first.id)).status == "incomplete"
+
+
+async def test_only_what_is_continued_counts(router: RunningRouter, worker: FakeWorker) -> None:
+    """What an answer repeats of its request, and its logprobs, are of no conversation."""
+    schema = {"type": "object", "description": "It says this and that. " * 800}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    last = None
+    for _ in range(9):
+        last = await ask(router, "Where?", last, include=LOGPROBS, top_logprobs=2, extra_body={"text": form})
+    assert len(last.to_json()) * 8 > BODY_OVERHEAD_BYTES + 1024 * BYTES_PER_TOKEN, "more than a body may have"
+    assert last.output[0].content[0].logprobs
+    listed = [item async for item in router.openai.responses.input_items.list(last.id, order="asc")]
+    assert [item.content[0].text for item in listed if item.type == "message"] == 8 * ["Where?", "Paris."] + ["Where?"]
 
 
 async def test_without_store(router: RunningRouter, worker: FakeWorker) -> None:

@@ -36,15 +36,10 @@ _TEXTS = {"assistant": "output_text"}  # what a part of a message's text is call
 
 
 class _Told(msgspec.Struct):
-    """What a conversation needs of a response."""
+    """What a conversation needs of its last response, beside the items."""
 
-    output: list[InputItem]
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
-
-
-class _Output(msgspec.Struct):
-    output: list[dict[str, Any]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,15 +82,15 @@ class StoredResponses:
             raise PreviousResponseError(error.reason) from error
         except ValueError as error:
             raise InvalidArgumentError("previous_response_id", str(error)) from error
-        if earlier.responses[-1].status == "failed":
+        if earlier.last.status == "failed":
             reason = f"{response_id!r} failed: continue the response before it"
             raise InvalidArgumentError("previous_response_id", reason)
-        held.add(sum(one.num_bytes for one in earlier.responses))
+        held.add(earlier.num_bytes)
         items: list[InputItem] = []
-        for one in earlier.responses:
-            told = msgspec.json.decode(one.response, type=_Told)
-            items += [*msgspec.json.decode(one.input, type=list[InputItem]), *told.output]
-        return Continued(earlier.session, items, told)
+        for one in earlier.turns:
+            for given in (one.input, one.output):
+                items += msgspec.json.decode(given, type=list[InputItem])
+        return Continued(earlier.session, items, msgspec.json.decode(earlier.last.response, type=_Told))
 
     async def _earlier(self, response_id: str) -> Earlier:
         try:
@@ -113,6 +108,7 @@ class StoredResponses:
                 previous_id=body.previous_response_id or None,
                 status=str(response["status"]),
                 input=msgspec.json.encode([item for _, item in items_of(body.input)]),
+                output=msgspec.json.encode([_that_goes_on(item) for item in response["output"]]),
                 response=b"".join(json_parts(response)),
             )
             reason = "its conversation is gone, or takes more than one tenant may have"
@@ -163,11 +159,11 @@ class StoredResponses:
             raise NotFoundError(error.reason, field="response_id") from error
         except ValueError as error:
             raise InvalidArgumentError("response_id", str(error)) from error
-        request.state.held_bytes.add(sum(one.num_bytes for one in earlier.responses))
+        request.state.held_bytes.add(earlier.num_bytes)
         items: list[_Listed] = []
-        for number, one in enumerate(earlier.responses, 1):
+        for number, one in enumerate(earlier.turns, 1):
             given = msgspec.json.decode(one.input, type=list[dict[str, Any]])
-            said = msgspec.json.decode(one.response, type=_Output).output if number < len(earlier.responses) else []
+            said = msgspec.json.decode(one.output, type=list[dict[str, Any]]) if number < len(earlier.turns) else []
             tag = one.response_id.removeprefix("resp_")
             items += [_listed(item, f"{tag}-{index}") for index, item in enumerate([*given, *said])]
         return page(request, items if order == "asc" else items[::-1], lambda item: item.item_id)
@@ -186,6 +182,13 @@ class _Listed:
 
     def told(self) -> JsonObject:
         return self.item
+
+
+def _that_goes_on(item: JsonObject) -> JsonObject:
+    """An answer's item as a conversation has it: without what is far longer than its text, and is not read again."""
+    if not isinstance(parts := item.get("content"), list):
+        return item
+    return {**item, "content": [{**part, "logprobs": []} if "logprobs" in part else part for part in parts]}
 
 
 def _listed(item: JsonObject, tag: str) -> _Listed:
