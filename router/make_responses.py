@@ -36,10 +36,11 @@ async def make_responses(
         )
     except (OSError, sqlite3.Error) as error:
         raise StartupError(f"response_file: cannot use {settings.response_file}: {error}") from error
-    stack.push_async_callback(asyncio.to_thread, store.close)
+    stored = StoredResponses(store, gateway.admission.max_request_bytes)
+    stack.push_async_callback(stored.close)
     cleaning = asyncio.create_task(_clean(store))
     stack.callback(cleaning.cancel)
-    return StoredResponses(store, gateway.admission.max_request_bytes)
+    return stored
 
 
 async def _clean(store: ResponseStore) -> None:

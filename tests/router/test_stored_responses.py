@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from common.config import RouterSettings
 from common.errors import StartupError
 from protos.baton.v1 import worker_pb2
+from router.api.rest.openai import stored_responses
 from router.limits.admission import BODY_OVERHEAD_BYTES, BYTES_PER_TOKEN
 from router.responses.store import ResponseStore
 from router.running.retries import DispatchLimits
@@ -267,6 +270,31 @@ async def test_a_file_that_fails_loses_no_answer(router: RunningRouter, monkeypa
     with pytest.raises(openai.InternalServerError) as refused:
         await ask(router, "Why?", first)
     assert refused.value.status_code == 503
+
+
+async def test_a_slow_file_holds_up_nobody(
+    worker: FakeWorker, start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes for long: those that use the file wait for a while, and others not at all."""
+    path = str(tmp_path / "responses.db")
+    monkeypatch.setattr(stored_responses, "WAIT_S", 1.0)
+    router = await start_router(worker, response_file=path)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    lost = sample("baton_router_stored_responses_total", event="lost")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        answers = [asyncio.create_task(ask(router, "Where?")) for _ in range(3)]
+        told = [await asyncio.wait_for(one, 15) for one in answers]
+        await asyncio.wait_for(asyncio.to_thread(int), 5)
+        with pytest.raises(openai.InternalServerError) as refused:
+            await ask(router, "When?", told[0])
+        other.execute("ROLLBACK")
+    assert [one.store for one in told] == [False] * 3
+    assert refused.value.status_code == 503
+    assert sample("baton_router_stored_responses_total", event="lost") == lost + 3
+    assert (await ask(router, "Where?")).store is True
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT COUNT(*) FROM responses").fetchone() == (1,), "one that was told as not stored"
 
 
 async def test_a_file_that_is_no_store(tmp_path: Path) -> None:

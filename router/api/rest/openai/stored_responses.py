@@ -6,8 +6,9 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import Request
@@ -31,6 +32,11 @@ from text.conversation import Conversation
 
 log = logging.getLogger(__name__)
 
+WAIT_S = 10.0  # for the file, with all that is asked of it before
+
+T = TypeVar("T")
+
+_FAILURES = (sqlite3.Error, TimeoutError)
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXTS = {"assistant": "output_text"}  # what a part of a message's text is called, by role; of others: input_text
 
@@ -63,12 +69,28 @@ class Continued:
 
 
 class StoredResponses:
+    """A thread of its own waits for the file: if that is slow, requests that do not use it wait for no thread."""
+
     def __init__(self, store: ResponseStore, max_bytes: Callable[[], int]) -> None:
         """`max_bytes`: of a conversation that is continued."""
         self._store = store
         self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
         self._unused = RareLine(log, "the file of responses cannot be used", level=logging.ERROR)
         self._unkept = RareLine(log, "a response could not be stored", level=logging.WARNING)
+
+    async def close(self) -> None:
+        """Closes the file, after what is under way."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Raises `TimeoutError` if that takes too long. What has not begun by then never does."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        except TimeoutError as error:
+            raise TimeoutError(f"it took more than {WAIT_S:g} s") from error
 
     def new_id(self) -> str:
         return self._store.new_id()
@@ -94,8 +116,8 @@ class StoredResponses:
 
     async def _earlier(self, response_id: str) -> Earlier:
         try:
-            return await asyncio.to_thread(self._store.earlier, response_id, caller().owner, self._max_bytes())
-        except sqlite3.Error as error:
+            return await self._in_thread(self._store.earlier, response_id, caller().owner, self._max_bytes())
+        except _FAILURES as error:
             raise self._unusable(error) from error
 
     def keeper(self, body: ResponsesBody, response_id: str, session: str) -> Keep:
@@ -103,19 +125,23 @@ class StoredResponses:
         owner = caller().owner
 
         async def keep(response: JsonObject) -> bool:
+            output = cast("list[JsonObject]", response["output"])
             one = StoredResponse(
                 response_id=response_id,
                 previous_id=body.previous_response_id or None,
                 status=str(response["status"]),
                 input=msgspec.json.encode([item for _, item in items_of(body.input)]),
-                output=msgspec.json.encode([_that_goes_on(item) for item in response["output"]]),
+                output=msgspec.json.encode([_that_goes_on(item) for item in output]),
                 response=b"".join(json_parts(response)),
             )
             reason = "its conversation is gone, or takes more than one tenant may have"
+            is_wanted = True  # until its client is told that it is not stored
             try:
-                is_stored = await asyncio.to_thread(self._store.add, one, owner, session)
-            except sqlite3.Error as error:
+                is_stored = await self._in_thread(self._store.add, one, owner, session, lambda: is_wanted)
+            except _FAILURES as error:
                 is_stored, reason = False, str(error)
+            finally:
+                is_wanted = False
             if not is_stored:
                 metrics.router_stored_responses.labels("lost").inc()
                 self._unkept.happened({"response_id": response_id, "reason": reason})
@@ -123,7 +149,7 @@ class StoredResponses:
 
         return keep
 
-    def _unusable(self, error: sqlite3.Error) -> UnavailableError:
+    def _unusable(self, error: Exception) -> UnavailableError:
         self._unused.happened({"reason": str(error)})
         return UnavailableError("stored responses cannot be read now")
 
@@ -138,8 +164,8 @@ class StoredResponses:
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         try:
-            await asyncio.to_thread(self._store.delete, response_id, caller().owner)
-        except sqlite3.Error as error:
+            await self._in_thread(self._store.delete, response_id, caller().owner)
+        except _FAILURES as error:
             raise self._unusable(error) from error
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -170,8 +196,8 @@ class StoredResponses:
 
     async def _get(self, request: Request) -> StoredResponse:
         try:
-            return await asyncio.to_thread(self._store.get, request.path_params["response_id"], caller().owner)
-        except sqlite3.Error as error:
+            return await self._in_thread(self._store.get, request.path_params["response_id"], caller().owner)
+        except _FAILURES as error:
             raise self._unusable(error) from error
 
 
