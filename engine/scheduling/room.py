@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engine.messages import RequestMode
 from engine.request import Request
 
 FORGET = 1 / 32  # weight of the latest answer in the mean length
@@ -35,7 +36,10 @@ class Room:
         return tuple(found)
 
     def _num_left(self, request: Request, mean: float) -> int:
-        """Counted by the blocks that the request has, so it only changes when the request takes another one."""
+        """Counted by the blocks that the request has, so it only changes when the request takes another one. Prefills
+        and embeddings give their places up once the prompt is computed."""
+        if request.mode is RequestMode.PREFILL or request.embed is not None:
+            return 1
         num_drawn = len(request.block_ids) * self._block_size - request.num_prompt_tokens
         expected = min(max(mean, LONGER * num_drawn), request.sampling_params.max_tokens)
         return max(int(expected) - num_drawn + self._block_size // 2, 1)

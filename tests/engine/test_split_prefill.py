@@ -3,9 +3,12 @@ first token."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine import messages as m
+from engine.request import Request
 from engine.scheduling.room import Room
 from tests.engine.test_remote_kv import GREEDY, Pair, make_pair
 from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run
@@ -208,3 +211,24 @@ def test_nobody_knows_how_long_answers_are_before_one_has_ended() -> None:
     assert room.after([], 3) == ()
     room.ended(10)
     assert room.after([], 3) == ()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": m.RequestMode.PREFILL},
+        {"embed": m.Embed(request_id="a", prompt_token_ids=PROMPT, pooling=m.Pooling.LAST)},
+    ],
+)
+def test_who_draws_no_answer_makes_room_at_once(fields: dict[str, Any]) -> None:
+    room = Room(BLOCK_SIZE)
+    room.ended(40)
+    one = Request(
+        request_id="a",
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        sampling_params=GREEDY,
+        arrival_time=0.0,
+        **fields,
+    )
+    assert room.after([one], 0) == (1,)
