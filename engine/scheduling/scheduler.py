@@ -452,7 +452,9 @@ class Scheduler:
         no turn."""
         if not self._parts:
             return
-        self._parts = [one for one in self._parts if one.status is RequestStatus.WAITING and one in self._waiting]
+        # One of this status is in the queue: whoever takes a part out of it gives it another, for good. Looking for it
+        # there would take as long as the queue is.
+        self._parts = [one for one in self._parts if one.status is RequestStatus.WAITING]
         for request in [one for one in self._parts if self.blocks.has_all(one)]:
             num_blocks = request.num_prompt_tokens // self.blocks.block_size
             self._waiting.remove(request)

@@ -10,6 +10,7 @@ import pytest
 from engine import messages as m
 from engine.request import Request
 from engine.scheduling.room import Room
+from engine.scheduling.waiting_queue import WaitingQueue
 from tests.engine.test_remote_kv import GREEDY, Pair, make_pair
 from tests.support.fake_device import BLOCK_SIZE, add, assert_idle, make_core, reference, run
 
@@ -109,6 +110,32 @@ def test_cached_parts_are_handed_over_in_mid_step() -> None:
     assert [one.index for one in published.blocks] == [0, 1, 2, 3]
     core.end(begun, meanwhile)
     core.handle(m.Release("part"))
+    run(core)
+    assert_idle(core)
+
+
+def test_no_part_is_looked_for_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes as long as the queue is, for each part, in each step."""
+    core, _ = make_core(max_num_seqs=1, chunk_size=4)
+    add(core, "busy", PROMPT[::-1], params=GREEDY)
+    core.step()
+    for number in range(3):
+        prompt = PROMPT[number : number + 16]
+        add(core, str(number), prompt, params=GREEDY, mode=m.RequestMode.PREFILL, is_part=True)
+    looked_for: list[str] = []
+
+    def contains(queue: WaitingQueue, request: Request) -> bool:
+        looked_for.append(request.request_id)
+        return any(one is request for one in queue)
+
+    monkeypatch.setattr(WaitingQueue, "__contains__", contains)
+    core.step()
+    assert core.scheduler.num_waiting == 3
+    assert not looked_for
+    core.handle(m.Release("1"))
+    run(core)
+    for name in ("0", "2"):
+        core.handle(m.Release(name))
     run(core)
     assert_idle(core)
 
