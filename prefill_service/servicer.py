@@ -53,9 +53,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 start = await self._first_message(context)
                 work.request_id = start.request_id
                 params = self._check(start)
-                with self._worker.engine.open(start.request_id, len(start.prompt_token_ids)) as stream:
+                with self._worker.engine.open(start.request_id, self._num_tokens(start)) as stream:
                     work.stream = stream
                     await self._run(start, params, stream, context)
+
+    def _num_tokens(self, start: prefill_pb2.PrefillStart) -> int:
+        """Of the prompt, or of the part that is asked for."""
+        return start.stop_block * self._block_size or len(start.prompt_token_ids)
 
     async def _first_message(self, context: Context) -> prefill_pb2.PrefillStart:
         try:
@@ -121,7 +125,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         worker = self._worker
         borrowing = Borrowing(stream, start.peer, worker.settings.transfer_timeout_s)
-        num_tokens = start.stop_block * self._block_size or len(start.prompt_token_ids)
+        num_tokens = self._num_tokens(start)
         stream.send(
             m.AddRequest(
                 request_id=stream.engine_id,

@@ -90,6 +90,19 @@ async def test_waiting_tokens_are_bounded_but_one_prompt_may_always_wait(start_w
         pass
 
 
+async def test_of_a_split_prompt_only_the_part_waits(start_worker: StartWorker) -> None:
+    worker = await start_worker(max_waiting_tokens=100)
+    calls = []
+    for number in range(2):
+        call = worker.prefill.Prefill(timeout=60)
+        start = prefill_pb2.PrefillStart(request_id=f"p{number}", prompt_token_ids=[WAIT] * 5000, stop_block=1)
+        await call.write(prefill_pb2.PrefillRequest(start=start))
+        assert (await call.read()).HasField("accepted")
+        calls.append(call)
+    for call in calls:
+        call.cancel()
+
+
 async def test_a_full_prefill_worker_refuses_too(start_worker: StartWorker) -> None:
     worker = await start_worker(max_waiting_requests=1)
     calls = []
