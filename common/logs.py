@@ -152,6 +152,12 @@ def shown_level() -> str:
     return logging.getLevelName(logging.getLogger().level).lower()
 
 
+def shown_format() -> LogFormat:
+    """That of this process's lines."""
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return "json" if is_json else "text"
+
+
 def flip_debug() -> bool:
     """Shows debug lines from now on; called again, those of the level that held before. Returns whether it shows
     them now. Processes that belong together are told that (`show_debug`): if each flipped by itself, one that started

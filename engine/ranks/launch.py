@@ -15,7 +15,7 @@ import torch
 
 from common.config import EngineSettings
 from common.errors import ConfigError
-from common.logs import shown_level
+from common.logs import shown_format, shown_level
 from common.model_files import model_identity
 from engine.kernels.library import choose_kernels
 from engine.loading.dtype import resolve_dtype
@@ -135,4 +135,5 @@ def join_of_rank(settings: EngineSettings, share: EngineSettings, model_dir: Pat
         cores=cores_of_rank(settings, rank),
         has_core=has_cores(settings),
         log_level=shown_level(),
+        log_format=shown_format(),
     )

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from common.logs import LogFormat
 from common.types import KVCacheSpec
 from engine.step import Draw, Drawn, Scoring, StepInput, StepRow
 
@@ -35,6 +36,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cores: list[int]  # that it is pinned to; empty: none
     has_core: bool  # each rank has one
     log_level: str
+    log_format: LogFormat
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):

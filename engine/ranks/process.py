@@ -92,7 +92,7 @@ def main() -> int:
         return 1
     if not isinstance(message, Join):
         return 1
-    setup_logging(message.name, level=message.log_level)
+    setup_logging(message.name, level=message.log_level, log_format=message.log_format)
     if message.cores:
         os.sched_setaffinity(0, message.cores)
     serve(channel, message, segment)

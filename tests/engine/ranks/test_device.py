@@ -18,6 +18,7 @@ import torch
 
 from common.config import EngineSettings
 from common.errors import ConfigError, LostRankError, StartupError
+from common.logs import setup_logging
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
@@ -28,7 +29,7 @@ from engine.devices import open_device
 from engine.local.device import LocalDevice
 from engine.ranks import process
 from engine.ranks.device import RankedDevice
-from engine.ranks.launch import Rank, start_rank
+from engine.ranks.launch import Rank, join_of_rank, start_rank
 from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready, Step
 from engine.ranks.shared_memory import exchange_library
 from engine.step import Draw, LogitEdits, Scoring, StepInput, StepRow
@@ -193,6 +194,29 @@ def test_a_rank_that_cannot_load_is_named(model: Path) -> None:
 
     with pytest.raises(StartupError, match=r"^rank 1: the weights need 7 GiB$"):
         RankedDevice(model, settings_of(2), in_threads(serve))
+
+
+def test_a_rank_logs_as_rank_0_does(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("decode", level="warning", log_format="json")
+    join = join_of_rank(settings_of(2), settings_of(1), model, 1, [os.getpid()] * 2)
+    setup_logging("decode")
+
+    def serve(channel: Channel, _join: Join, _segment: int) -> None:
+        process.log.warning("it serves")
+        channel.close()
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        Channel(ours).send(join)
+        monkeypatch.setattr(process, "die_with_parent", lambda: None)
+        monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(process, "serve", serve)
+        monkeypatch.setattr("sys.argv", ["process", str(theirs.detach()), "0"])
+        assert process.main() == 0
+    line = msgspec.json.decode(capsys.readouterr().err)
+    assert (line["process"], line["message"]) == ("rank 1", "it serves")
 
 
 class OldChannel(Channel):
