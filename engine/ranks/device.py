@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from engine.ranks.launch import (
     share_of_rank,
     start_rank,
 )
-from engine.ranks.messages import Done, Failed, Message, Ready, Step
+from engine.ranks.messages import LOOK_S, Done, Failed, Message, Ready, Step
 from engine.ranks.process import ready
 from engine.ranks.shared_cache import map_cache
 from engine.ranks.shared_memory import SharedMemoryGroup, make_segment
@@ -42,8 +43,7 @@ from engine.step import StepInput, StepOutput
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.1  # between two looks at whether a rank that is waited for lives
-_IDLE_LOOK_S = 0.25  # the same if none is
+_IDLE_LOOK_S = 0.25  # between two looks at whether the ranks live, if none is waited for; else `LOOK_S`
 
 
 class RankedDevice(Device):
@@ -98,7 +98,7 @@ class RankedDevice(Device):
         message = Step.of(step)
         for rank in self._others:
             try:
-                rank.channel.send(message)
+                rank.channel.send(message, while_full=partial(self._check, rank.number))
             except OSError as error:
                 raise LostRankError(self._problem(rank.number) or f"rank {rank.number} does not listen") from error
         return ticket
@@ -133,8 +133,7 @@ class RankedDevice(Device):
             return
         self._looked_at = now
         for rank in self._others:
-            if reason := self._problem(rank.number):
-                raise LostRankError(reason)
+            self._check(rank.number)
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -168,15 +167,18 @@ class RankedDevice(Device):
                 os.close(file)
         return KVPlane(spec=place, cache=cache[: message.num_blocks])
 
+    def _check(self, number: int) -> None:
+        """Raises `LostRankError` if the rank will compute nothing any more."""
+        if reason := self._problem(number):
+            raise LostRankError(reason)
+
     def _answer(self, number: int, meanwhile: Callable[[], None]) -> tuple[Message, list[int]]:
         """What the rank says next. Raises `LostRankError` if nothing will come."""
         channel = self._others[number - 1].channel
-        while number not in self._said and not channel.has_message(_LOOK_S):
-            if reason := self._problem(number):
-                raise LostRankError(reason)
+        while number not in self._said and not channel.has_message(LOOK_S):
+            self._check(number)
             meanwhile()
-        if reason := self._problem(number):
-            raise LostRankError(reason)
+        self._check(number)
         with self._lock:
             return self._said.pop(number)
 

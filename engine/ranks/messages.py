@@ -11,7 +11,7 @@ import contextlib
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -19,8 +19,10 @@ import msgspec
 
 from common.logs import LogFormat
 from common.types import KVCacheSpec
+from engine.device import do_nothing
 from engine.step import Draw, Drawn, Scoring, StepInput, StepRow
 
+LOOK_S = 0.1  # between two looks at whether a rank that is waited for lives
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 30
 _MAX_FILES = 4
@@ -144,13 +146,21 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
-    def send(self, message: Message, files: Sequence[int] = ()) -> None:
-        """`files`: descriptors that the other end gets copies of. Raises `OSError` if it is gone or does not read."""
+    def send(self, message: Message, files: Sequence[int] = (), while_full: Callable[[], None] = do_nothing) -> None:
+        """`files`: descriptors that the other end gets copies of. Raises `OSError` if it is gone. While it does not
+        read, and the socket is full, `while_full` is called each `LOOK_S`; what it raises ends the waiting, and the
+        channel is of no use then."""
         data = _encoder.encode(message)
         data = _LENGTH.pack(len(data)) + data
         if files:
             data = data[socket.send_fds(self._socket, [data], list(files)) :]
-        self._socket.sendall(data)
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                if not self._has_room(LOOK_S):
+                    while_full()
 
     def receive(self) -> tuple[Message, list[int]]:
         """The next message and the descriptors that came with it; waits for it. Raises `EOFError` if the other end is
@@ -166,6 +176,12 @@ class Channel:
         """Whether `receive` would begin to read, or find the other end closed. Waits so long for that."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def _has_room(self, timeout_s: float) -> bool:
+        """Whether more can be sent, or the other end is closed. Waits so long for that."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(timeout_s * 1000))
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
-from engine.device import Device
+from engine.device import Device, do_nothing
 from engine.device_thread import DeviceThread
 from engine.devices import open_device
 from engine.local.device import LocalDevice
@@ -228,10 +228,10 @@ class OldChannel(Channel):
     def receive(self) -> tuple[Message, list[int]]:
         return self._channel.receive()
 
-    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+    def send(self, message: Message, files: Sequence[int] = (), while_full: Callable[[], None] = do_nothing) -> None:
         if isinstance(message, Ready):
             message = msgspec.structs.replace(message, release="0.0.1")
-        self._channel.send(message, files)
+        self._channel.send(message, files, while_full)
 
 
 @pytest.mark.slow
@@ -267,9 +267,9 @@ class LeavingChannel(OldChannel):
             raise EOFError
         return super().receive()
 
-    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+    def send(self, message: Message, files: Sequence[int] = (), while_full: Callable[[], None] = do_nothing) -> None:
         self._is_last = isinstance(message, Done)
-        self._channel.send(message, files)
+        self._channel.send(message, files, while_full)
 
 
 def repeat(work: Callable[[], object]) -> None:
@@ -291,6 +291,50 @@ def test_a_rank_that_ends_between_steps_is_found(model: Path) -> None:
     with pytest.raises(LostRankError, match=rf"^rank 1 \(process {os.getpid()}\) has ended$"):
         repeat(device.check_alive)
     device.close()
+
+
+class DeafChannel(OldChannel):
+    """Of a rank that reads no step until it may go on."""
+
+    def __init__(self, channel: Channel, may_go_on: threading.Event) -> None:
+        super().__init__(channel)
+        self._may_go_on = may_go_on
+
+    def receive(self) -> tuple[Message, list[int]]:
+        assert self._may_go_on.wait(60)
+        return super().receive()
+
+    def send(self, message: Message, files: Sequence[int] = (), while_full: Callable[[], None] = do_nothing) -> None:
+        self._channel.send(message, files, while_full)
+
+
+def test_a_stopped_rank_is_found_while_a_step_is_sent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is larger than what a socket takes of which nobody reads."""
+    may_go_on = threading.Event()
+
+    def serve(channel: Channel, join: Join, segment: int) -> None:
+        process.serve(DeafChannel(channel, may_go_on), join, segment)
+
+    device = RankedDevice(model, settings_of(2), in_threads(serve))
+    monkeypatch.setattr(device._watch, "problem", lambda rank: f"rank {rank} was stopped")
+    helper = threading.Timer(20, may_go_on.set)  # without the look, this is what ends the test
+    helper.start()
+    with pytest.raises(LostRankError, match=r"^rank 1 was stopped$"):
+        device.begin(StepInput(number=1, rows=rows() * 5000))
+    assert not may_go_on.is_set()
+    helper.cancel()
+    may_go_on.set()
+    device.close()
+
+
+def test_a_large_step_comes_in_parts() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        step = Step.of(StepInput(number=1, rows=rows() * 5000))
+        sending = threading.Thread(target=Channel(ours).send, args=(step,))
+        sending.start()
+        assert Channel(theirs).receive() == (step, [])
+        sending.join()
 
 
 @pytest.mark.parametrize(
