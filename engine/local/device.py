@@ -81,7 +81,7 @@ class LocalDevice(Device):
         self._padding = loaded.padding
         self._raises = raises or group.size > 1
         self._check_ranks(spec, loaded)
-        num_blocks = self._least(num_cache_blocks(spec, loaded.device, settings))
+        num_blocks = self._least(num_cache_blocks(spec, loaded.device, settings, group.size))
         max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
         may_record = loaded.device.type == "cuda" and not settings.enforce_eager and group.size == 1
         cache_shape = (num_blocks + may_record, *spec.block_shape)
@@ -92,7 +92,7 @@ class LocalDevice(Device):
         )
         self.kv_cache = blocks[:num_blocks]
         prepare_pages(self.kv_cache)
-        self._host_cache = allocate_host_cache(settings, spec, loaded.device)
+        self._host_cache = allocate_host_cache(settings, spec, loaded.device, group.size)
         self.info = DeviceInfo(
             spec=spec,
             num_blocks=num_blocks,

@@ -15,18 +15,20 @@ from engine.local.host_memory import GIB, available_bytes, host_cache_gb, num_ho
 from kv_store.host_pages import prepare_pages
 
 
-def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
+def allocate_host_cache(
+    settings: EngineSettings, spec: KVCacheSpec, device: torch.device, num_caches: int = 1
+) -> torch.Tensor:
     """`[num_host_blocks, *block_shape]` of the cache's dtype, for both uses together; no blocks if neither is on.
 
     Page-locked if `device` is CUDA, so that copies run beside computing. Raises `StartupError` if memory does not
-    suffice.
+    suffice for so many of them: pages are made later, so what is left does not show those that others get.
     """
     num_blocks = num_host_blocks(settings, spec.block_bytes)
     available = available_bytes()
-    if num_blocks and available is not None and num_blocks * spec.block_bytes > available:
+    if num_blocks and available is not None and num_caches * num_blocks * spec.block_bytes > available:
         raise StartupError(
-            f"{host_cache_gb(settings):.2f} GiB of host memory for KV blocks, {available / GIB:.2f} GiB are available; "
-            "lower --host-cache-gb or --swap-space-gb"
+            f"{num_caches * host_cache_gb(settings):.2f} GiB of host memory for KV blocks, "
+            f"{available / GIB:.2f} GiB are available; lower --host-cache-gb or --swap-space-gb"
         )
     cache = torch.empty((num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))
     if num_blocks and device.type == "cuda":

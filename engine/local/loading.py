@@ -112,7 +112,8 @@ def _load(
     device: torch.device,
     kernels: Kernels | None,
 ) -> CausalLM:
-    check_weights_fit(files, dtype=dtype, device=device, stays_quantised=kernels is not None, num_ranks=group.size)
+    check_weights_fit(files, dtype=dtype, device=device, stays_quantised=kernels is not None)
+    group.all_gather(torch.zeros(1, device=device))  # no rank loads before all have looked at what memory is left
     try:
         with torch.inference_mode():
             model = build_model(files, num_positions=num_positions, dtype=dtype, device=device, group=group)

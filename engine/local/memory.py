@@ -52,14 +52,13 @@ def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = Tr
     return total
 
 
-def check_weights_fit(
-    files: ModelFiles, *, dtype: torch.dtype, device: torch.device, stays_quantised: bool, num_ranks: int = 1
-) -> None:
-    """Raises `StartupError` if one rank's share of the weights needs more memory than this machine has left."""
+def check_weights_fit(files: ModelFiles, *, dtype: torch.dtype, device: torch.device, stays_quantised: bool) -> None:
+    """Raises `StartupError` if the weights need more memory than this machine has left. Of several ranks all have to
+    ask before any of them loads: together they hold the whole."""
     available = available_bytes() if device.type == "cpu" else None
     if available is None:
         return
-    needed = weight_bytes(files, dtype.itemsize, stays_quantised=stays_quantised) / num_ranks
+    needed = weight_bytes(files, dtype.itemsize, stays_quantised=stays_quantised)
     if needed > available:
         raise StartupError(
             f"the weights of {files.path} need {needed / GIB:.1f} GiB in {dtype}, "
@@ -67,11 +66,14 @@ def check_weights_fit(
         )
 
 
-def num_cache_blocks(spec: KVCacheSpec, device: torch.device, settings: EngineSettings) -> int:
-    """How many blocks the KV cache gets. Raises `StartupError` if memory does not suffice."""
+def num_cache_blocks(spec: KVCacheSpec, device: torch.device, settings: EngineSettings, num_ranks: int = 1) -> int:
+    """How many blocks the KV cache gets. Raises `StartupError` if memory does not suffice; on a CPU, for the caches of
+    so many ranks of this host."""
+    num_caches = 1
     if device.type == "cpu":
         available, flag = available_bytes(), "--kv-cache-memory-gb"
-        room = None if available is None else available - _CPU_RESERVE_BYTES
+        num_caches = num_ranks
+        room = None if available is None else available - num_caches * _CPU_RESERVE_BYTES
         wanted = (settings.kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB) * GIB
     else:
         free, total = torch.cuda.mem_get_info(device)
@@ -83,9 +85,9 @@ def num_cache_blocks(spec: KVCacheSpec, device: torch.device, settings: EngineSe
         wanted = share if settings.kv_cache_memory_gb is None else settings.kv_cache_memory_gb * GIB
     if settings.num_blocks is not None:
         wanted, flag = settings.num_blocks * spec.block_bytes, "--num-blocks"
-    if room is not None and wanted > room:
+    if room is not None and wanted * num_caches > room:
         raise StartupError(
-            f"the KV cache needs {wanted / GIB:.2f} GiB, {max(room, 0) / GIB:.2f} GiB are available on "
+            f"the KV cache needs {wanted * num_caches / GIB:.2f} GiB, {max(room, 0) / GIB:.2f} GiB are available on "
             f"{device}; lower {flag}"
         )
     num_blocks = int(wanted // spec.block_bytes)

@@ -36,6 +36,14 @@ def test_one_pool_for_both_uses(settings: dict[str, object], num_blocks: int) ->
     assert cache.dtype == torch.float32
 
 
+def test_caches_of_ranks_have_to_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.local.host_cache.available_bytes", lambda: 30 * SPEC.block_bytes)
+    settings = EngineSettings(host_cache_gb=10 * SPEC.block_bytes / GIB)
+    assert len(allocate_host_cache(settings, SPEC, CPU, 3)) == 10
+    with pytest.raises(StartupError, match=r"GiB of host memory"):
+        allocate_host_cache(settings, SPEC, CPU, 4)
+
+
 def test_more_than_there_is_is_said_in_one_line() -> None:
     with pytest.raises(StartupError, match=r"^1000000\.00 GiB of host memory .* lower --host-cache-gb"):
         allocate_host_cache(EngineSettings(host_cache_gb=1e6), SPEC, CPU)

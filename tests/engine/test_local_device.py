@@ -17,9 +17,10 @@ from common.model_files import open_model
 from engine.kernels.choice import choose
 from engine.loading.dtype import fast_dtypes, resolve_dtype
 from engine.local.device import LocalDevice
-from engine.local.memory import weight_bytes
+from engine.local.memory import num_cache_blocks, weight_bytes
 from engine.step import StepRow
 from tests.engine.tiny_models import VOCAB_SIZE, edit_config, make_model, make_runner
+from tests.support.fake_device import SPEC
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,14 @@ def test_a_device_that_is_not_there(model_dir: Path) -> None:
 def test_weights_that_exceed_the_memory(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.local.memory.available_bytes", lambda: 1000)
     assert "0.0 GiB are available" in refusal(model_dir)
+
+
+def test_kv_caches_of_ranks_have_to_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.local.memory.available_bytes", lambda: 3 << 30)
+    settings = EngineSettings(kv_cache_memory_gb=1.0)  # of each rank
+    assert num_cache_blocks(SPEC, torch.device("cpu"), settings, 2) == (1 << 30) // SPEC.block_bytes
+    with pytest.raises(StartupError, match=r"^the KV cache needs 3\.00 GiB, 2\.25 GiB are available"):
+        num_cache_blocks(SPEC, torch.device("cpu"), settings, 3)
 
 
 def test_weight_bytes(model_dir: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from common.config import EngineSettings
 from common.errors import ConfigError, LostRankError, StartupError
 from common.logs import setup_logging
+from common.model_files import open_model
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
@@ -27,6 +28,7 @@ from engine.device import Device, do_nothing
 from engine.device_thread import DeviceThread
 from engine.devices import open_device
 from engine.local.device import LocalDevice
+from engine.local.memory import weight_bytes
 from engine.ranks import process
 from engine.ranks.device import RankedDevice
 from engine.ranks.launch import Rank, join_of_rank, start_rank
@@ -186,6 +188,13 @@ def test_only_what_decides_about_exchanges_is_sent() -> None:
     assert [row.draw and row.draw.is_likeliest for row in sent.rows] == [True, False, False, None, None]
     assert sent.rows[3].score == step.rows[3].score
     assert sent.rows[4].num_pooled == 2
+
+
+def test_weights_that_only_fit_by_rank_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = weight_bytes(open_model(model), 4)
+    monkeypatch.setattr("engine.local.memory.available_bytes", lambda: needed - 1)
+    with pytest.raises(StartupError, match=r"the weights of "):
+        RankedDevice(model, settings_of(2), in_threads())
 
 
 def test_a_rank_that_cannot_load_is_named(model: Path) -> None:
