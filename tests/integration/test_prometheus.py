@@ -39,6 +39,7 @@ DID_NOT_HAPPEN = {  # here, or not for sure; nor do workers know their times wel
     "baton_autoscaler_role_shifts_total",
     "baton_autoscaler_scalings_total",
     "baton_router_measured_to_predicted_ratio_bucket",
+    "baton_router_pick_seconds_bucket",
     "baton_router_migrations_total",
     "baton_router_refused_total",
     "baton_router_retries_total",
