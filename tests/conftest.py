@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -99,3 +101,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tier in TIERS:
             if _is_of(item.path, tier):
                 item.add_marker(tier)
+
+
+@pytest.fixture
+def restored_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests of what a process does to its log: other tests have the log as it was."""
+    for name in ("_srcfile", "logThreads", "logProcesses", "logMultiprocessing"):
+        monkeypatch.setattr(logging, name, getattr(logging, name))
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)

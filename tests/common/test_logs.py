@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from common.logs import LogFormat, RareLine, setup_logging
 
-
-@pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_srcfile", "logThreads", "logProcesses", "logMultiprocessing"):
-        monkeypatch.setattr(logging, name, getattr(logging, name))
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("restored_logs")
 
 
 def test_headers_that_are_no_text_and_clients_that_leave_print_no_stack(capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,7 +224,7 @@ async def test_a_line_makes_way_and_goes_on_where_it_stopped(router: RunningRout
             model="tiny", messages=[{"role": "user", "content": "Now"}], max_tokens=100
         )
         assert answer.choices[0].message.content == ANSWER
-    assert worker.cancelled.is_set()
+    await asyncio.wait_for(worker.cancelled.wait(), 20)
     ended_batch = await batch
     [told] = await content(router, ended_batch.output_file_id)
     assert told["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
