@@ -361,10 +361,9 @@ class RotaryEmbedding:
         self._dtype = dtype
         self._half = inv_freq.shape[0]
 
-    def angles(self, positions: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, each `[num_tokens, 1, rotary_dim]`, for `positions` `[num_tokens]`; in the layer's
-        own dtype if None is given."""
-        cos, sin = (each[positions].to(dtype or self._dtype) for each in self.half_angles)
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines, each `[num_tokens, 1, rotary_dim]`, for `positions` `[num_tokens]`."""
+        cos, sin = (each[positions].to(self._dtype) for each in self.half_angles)
         # The sign of "rotate half" sits in the table, so that a rotation is a swap of halves and a fused multiply-add.
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 

@@ -207,6 +207,23 @@ class Kernels:
         float32, contiguous, in place; a layer without gate_up ends after its attention."""
         self.library.baton_layers(self.team, calls, byref(batch), first, count, hidden.data_ptr())
 
+    def half_layer(
+        self,
+        calls: ctypes.Array[LayerCallStruct],
+        batch: BatchStruct,
+        index: int,
+        hidden: torch.Tensor,
+        *,
+        is_mlp: bool,
+    ) -> torch.Tensor:
+        """What attention, or the MLP, of layer `index` gives, like `hidden`, which stays as it is: not added yet, and
+        before a norm that may follow. For a layer that several ranks share."""
+        given = torch.empty_like(hidden)
+        self.library.baton_half_layer(
+            self.team, calls, byref(batch), index, is_mlp, hidden.data_ptr(), given.data_ptr()
+        )
+        return given
+
     def head(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` of `hidden`, before its last norm; all float32 and contiguous."""
         logits = torch.empty(hidden.shape[0], head.out_features)
@@ -376,6 +393,10 @@ def _open(variant: str) -> ctypes.CDLL:
             None,
             (c_void_p, POINTER(LayerCallStruct), POINTER(BatchStruct), c_int, c_int, c_void_p),
         ),
+        "baton_half_layer": (
+            None,
+            (c_void_p, POINTER(LayerCallStruct), POINTER(BatchStruct), c_int, c_int, c_void_p, c_void_p),
+        ),
         "baton_mlps": (
             None,
             (
@@ -412,7 +433,7 @@ def _open(variant: str) -> ctypes.CDLL:
 
 
 _opened: list[ctypes.CDLL] = []
-_COMPUTING = ("look_up", "linear", "layers", "mlps", "head", "best_tokens", "sample", "attention")
+_COMPUTING = ("look_up", "linear", "layers", "half_layer", "mlps", "head", "best_tokens", "sample", "attention")
 
 
 @contextmanager

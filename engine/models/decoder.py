@@ -1,7 +1,7 @@
 """The decoder that all families share: Llama's shape and what its relatives add to it (engine/models/families.py).
 
-Several ranks may share one (engine/models/shard.py). Then layers are computed product by product, since the kernels'
-call for whole layers leaves no place for the all-reduce in the middle; norms, rotation and activations are torch's.
+Several ranks may share one (engine/models/shard.py). Then the kernels compute half a layer in a call, up to where the
+ranks add up what they have. On a CUDA device what stands between products is then torch's.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class Decoder(CausalLM):
         if self._group.size == 1:
             self.fused = FusedDecoder.of(self.config, self.layers, self.ropes)
         if kernels is not None:
-            self.native = NativeDecoder(kernels, self.config, self.layers, self.norm, self.head, self.ropes)
+            self.native = NativeDecoder(
+                kernels, self.config, self.layers, self.norm, self.head, self.ropes, self._group
+            )
 
     def forward(
         self,
@@ -127,12 +129,10 @@ class Decoder(CausalLM):
         hidden = self._embed(token_ids)
         native = self.native
         if native is not None and isinstance(attention, NativeStep) and len(token_ids) < native.below:
-            if self._group.size == 1:
-                return native.forward(hidden, attention, between_layers)
-            hidden = hidden.float()  # as the kernels have it between layers
+            return native.forward(hidden, attention, between_layers)
         if self.fused is not None and isinstance(attention, PagedStep):
             return self.fused.forward(hidden, positions, attention, between_layers)
-        angles = [rope.angles(positions, hidden.dtype) for rope in self.ropes]
+        angles = [rope.angles(positions) for rope in self.ropes]
         for layer, index in zip(self.layers, self.config.rope_of_layer, strict=True):
             hidden = layer.forward(hidden, self.ropes[index], *angles[index], attention)
             between_layers()

@@ -1,4 +1,7 @@
-"""A decoder's layers as calls of the kernels, one for a layer or for several, with a residual stream in float32."""
+"""A decoder's layers as calls of the kernels, one for a layer or for several, with a residual stream in float32.
+
+If several ranks share the layers it is a call for attention and one for the MLP, as the ranks add up what each gives.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from engine.kernels.library import Kernels, LayerCallStruct, LayerStruct, Linear
 from engine.layers import Linear, RMSNorm, RotaryEmbedding
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
+from engine.ranks.group import RankGroup
 
 # Weights times tokens of a call: layers that have fewer go into one call, since messages need not pass more often than
 # every millisecond or two.
@@ -29,8 +33,10 @@ class NativeDecoder:
         norm: RMSNorm,
         head: Linear,
         ropes: Sequence[RotaryEmbedding],
+        group: RankGroup,
     ) -> None:
         self._kernels = kernels
+        self._group = group
         self._config = config
         self._angles = [ropes[index].half_angles for index in config.rope_of_layer]
         self._norm = norm.factors()
@@ -72,6 +78,9 @@ class NativeDecoder:
         hidden = hidden.float()
         if step.backend is not self._backend:
             self._prepare(step.backend)
+        if self._group.size > 1:
+            self._forward_shared(hidden, step, between_layers)
+            return hidden
         index = 0
         while index < len(self._layers):
             stop = self._stop(index, step.num_tokens)
@@ -80,6 +89,22 @@ class NativeDecoder:
             between_layers()
             index = stop
         return hidden
+
+    def _forward_shared(self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None]) -> None:
+        for layer in self._layers:
+            self._add_half(layer, hidden, step, layer.out_norm, is_mlp=False)
+            if layer.experts is None:
+                self._add_half(layer, hidden, step, layer.down_norm, is_mlp=True)
+            else:
+                layer.add_experts(hidden)
+            between_layers()
+
+    def _add_half(
+        self, layer: DecoderLayer, hidden: torch.Tensor, step: NativeStep, norm: RMSNorm | None, *, is_mlp: bool
+    ) -> None:
+        given = self._kernels.half_layer(self._calls, step.batch, layer.index, hidden, is_mlp=is_mlp)
+        self._group.all_reduce(given)
+        hidden.add_(given if norm is None else norm(given))
 
     def _prepare(self, backend: NativeBackend) -> None:
         calls = (

@@ -134,6 +134,17 @@ BATON void baton_layers(Team* team, const LayerCall* calls, const Batch* batch, 
     }
 }
 
+// Half of layer `index` of `calls`; see `run_half`. For a layer of which other processes compute other parts.
+BATON void baton_half_layer(
+    Team* team, const LayerCall* calls, const Batch* batch, int index, int is_mlp, const float* hidden, float* given) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    const LayerCall& call = calls[index];
+    if (call.shape->is_bf16)
+        run_half<bf16>(*team, *call.layer, *call.shape, *batch, index, is_mlp, hidden, call.cos, call.sin, given);
+    else
+        run_half<float>(*team, *call.layer, *call.shape, *batch, index, is_mlp, hidden, call.cos, call.sin, given);
+}
+
 // Rows of x [rows of all, k] through `count` MLPs, which take `num_rows` [count] of them in turn; see `run_mlps`. Float32,
 // rows next to each other.
 BATON void baton_mlps(

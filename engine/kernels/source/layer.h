@@ -201,11 +201,11 @@ inline void run_mlps(Team& team, const Linear* gate_up, const Linear* down, int 
     }
 }
 
-// One layer of a decoder over `hidden` [num_tokens, hidden_size], in place. `cos` and `sin` have a row of
-// rotary_dim / 2 for each position.
+// Attention of one layer over `hidden` [num_tokens, hidden_size], up to the product with `out`, whose operand it
+// returns. `cos` and `sin` have a row of rotary_dim / 2 for each position.
 template <class T>
-void run_layer(Team& team, const Layer& layer, const AttentionShape& shape, const Batch& batch, int index, float* hidden,
-               const float* cos, const float* sin) {
+Operand attend(Team& team, const Layer& layer, const AttentionShape& shape, const Batch& batch, int index,
+               const float* hidden, const float* cos, const float* sin) {
     const int64_t m = batch.num_tokens, dim = shape.head_dim, plane = shape.block_size * dim;
     const int half = layer.rotary_dim / 2;
     auto* qkv = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * layer.qkv.n));
@@ -229,14 +229,38 @@ void run_layer(Team& team, const Layer& layer, const AttentionShape& shape, cons
     for_rows(team, m, out.row_bytes, [&](int64_t row) {
         out.fill(row, [&](auto* to) { copy_row(attended + row * q_size, to, q_size); });
     });
-    add_product(team, layer.out, out.memory, layer.out_norm, layer.eps, m, hidden);
-    if (layer.gate_up.packed == nullptr) return;
+    return out;
+}
 
+// The MLP of one layer, up to the product with `down`, whose operand it returns.
+inline Operand open_gates(Team& team, const Layer& layer, const float* hidden, int64_t m) {
     auto* gate_up = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * layer.gate_up.n));
     norm_product(team, layer.gate_up, layer.mlp_norm, layer.eps, hidden, m,
                  {gate_up, layer.gate_up.n, false, false, nullptr});
-    const Operand down = activated(team, layer.down, layer.activation, gate_up, m);
+    return activated(team, layer.down, layer.activation, gate_up, m);
+}
+
+// One layer of a decoder over `hidden` [num_tokens, hidden_size], in place.
+template <class T>
+void run_layer(Team& team, const Layer& layer, const AttentionShape& shape, const Batch& batch, int index, float* hidden,
+               const float* cos, const float* sin) {
+    const int64_t m = batch.num_tokens;
+    const Operand out = attend<T>(team, layer, shape, batch, index, hidden, cos, sin);
+    add_product(team, layer.out, out.memory, layer.out_norm, layer.eps, m, hidden);
+    if (layer.gate_up.packed == nullptr) return;
+    const Operand down = open_gates(team, layer, hidden, m);
     add_product(team, layer.down, down.memory, layer.down_norm, layer.eps, m, hidden);
+}
+
+// What a layer's attention, or its MLP, gives: `given` is like `hidden`, which stays. Norms behind them are left out.
+template <class T>
+void run_half(Team& team, const Layer& layer, const AttentionShape& shape, const Batch& batch, int index, bool is_mlp,
+              const float* hidden, const float* cos, const float* sin, float* given) {
+    const int64_t m = batch.num_tokens;
+    const Linear& last = is_mlp ? layer.down : layer.out;
+    const Operand operand = is_mlp ? open_gates(team, layer, hidden, m)
+                                   : attend<T>(team, layer, shape, batch, index, hidden, cos, sin);
+    multiply(team, last, operand.memory, {given, last.n, false, false, nullptr}, m);
 }
 
 }  // namespace
