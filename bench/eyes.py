@@ -85,6 +85,12 @@ class _Load:
     step_ms: int  # between two tokens of a request
 
 
+@dataclass(slots=True, frozen=True)
+class _Router:
+    pid: int
+    address: str  # for REST
+
+
 def blind() -> None:
     """In this process nothing is counted or kept for people from now on."""
     from prometheus_client import Counter, Gauge, Histogram
@@ -127,10 +133,8 @@ def collector() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def routers(
-    tokenizer_dir: Path, load: _Load, logs: Path, measured: Callable[[int, str, _Load], float]
-) -> Iterator[Mapping[str, Measure]]:
-    """A router of each kind before one worker; what is `measured` there, given its pid and its address for REST."""
+def routers(tokenizer_dir: Path, load: _Load, logs: Path) -> Iterator[Mapping[str, _Router]]:
+    """A router of each kind before one worker."""
     flags = ["--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0", f"--max-requests={32 * load.streams}"]
     with contextlib.ExitStack() as stack:
         spans = stack.enter_context(collector())
@@ -147,28 +151,28 @@ def routers(
         for kind, command in commands.items():
             log = stack.enter_context((logs / f"router-{kind}").open("wb"))
             fields = stack.enter_context(running(command, f"the router ({kind})", log))
-            found[kind] = partial(measured, int(fields["pid"]), fields["http"], load)
+            found[kind] = _Router(int(fields["pid"]), fields["http"])
         yield found
 
 
-def _of_router(pid: int, address: str, load: _Load) -> float:
+def _of_router(router: _Router, load: _Load) -> float:
     async def run() -> int:
-        client = Endpoint("rest", address).connect()
+        client = Endpoint("rest", router.address).connect()
         try:
             return len(await closed_loop(client, load.streams, load.tokens, load.seconds))
         finally:
             await client.close()
 
-    before = own_cpu_s(pid)
+    before = own_cpu_s(router.pid)
     num_requests = uvloop.run(run())
-    return 1e6 * (own_cpu_s(pid) - before) / num_requests
+    return 1e6 * (own_cpu_s(router.pid) - before) / num_requests
 
 
-def _first_token_at_half_load(_pid: int, address: str, load: _Load, *, rate: float) -> float:
+def _first_token(router: _Router, load: _Load, rate: float) -> float:
     """Median time to first token over REST, µs, of one turn."""
 
     async def run() -> list[Asked]:
-        client = Endpoint("rest", address).connect()
+        client = Endpoint("rest", router.address).connect()
         try:
             return await open_loop(client, rate, load.tokens, _HALF_LOAD_TURN_S)
         finally:
@@ -349,19 +353,20 @@ def _serve(what: str, arguments: Sequence[str]) -> int:
 
 def of_processes(tokenizer_dir: Path, load: _Load, logs: Path, repeats: int) -> None:
     print_parts(parts())
-    with routers(tokenizer_dir, load, logs, _of_router) as measures:
+    with routers(tokenizer_dir, load, logs) as found:
+        measures = {kind: partial(_of_router, router, load) for kind, router in found.items()}
         print_rounds("CPU time of a router, over REST, µs for each request", in_turns(measures, repeats))
-    with fronts(load, logs) as measures:
-        print_rounds("CPU time of a decode worker's front, µs for each request", in_turns(measures, repeats))
+    with fronts(load, logs) as of_fronts:
+        print_rounds("CPU time of a decode worker's front, µs for each request", in_turns(of_fronts, repeats))
 
 
 def of_users(tokenizer_dir: Path, load: _Load, logs: Path, repeats: int) -> None:
-    with routers(tokenizer_dir, load, logs, _of_router) as measures:
-        rate = 0.5e6 / statistics.median(measures[OFF]() for _ in range(5))
-    with routers(tokenizer_dir, load, logs, partial(_first_token_at_half_load, rate=rate)) as measures:
+    with routers(tokenizer_dir, load, logs) as found:
+        rate = 0.5e6 / statistics.median(_of_router(found[OFF], load) for _ in range(5))
+        measures = {kind: partial(_first_token, router, load, rate) for kind, router in found.items()}
         print_rounds(f"time to first token over REST at {rate:.0f} requests a second, µs", in_turns(measures, repeats))
-    with stacks(load.streams) as measures:
-        print_rounds("answers of a real stack, in a second", in_turns(measures, max(repeats // 3, 2)))
+    with stacks(load.streams) as of_stacks:
+        print_rounds("answers of a real stack, in a second", in_turns(of_stacks, max(repeats // 3, 2)))
 
 
 def main() -> int:

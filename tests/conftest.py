@@ -103,13 +103,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(tier)
 
 
-@pytest.fixture
-def restored_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For tests of what a process does to its log: other tests have the log as it was."""
-    for name in ("_srcfile", "logThreads", "logProcesses", "logMultiprocessing"):
-        monkeypatch.setattr(logging, name, getattr(logging, name))
+@pytest.fixture(autouse=True)
+def restored_logs() -> Iterator[None]:
+    """A test may do to its log what a process does: other tests have the log as it was."""
+    switches = {
+        name: getattr(logging, name) for name in ("_srcfile", "logThreads", "logProcesses", "logMultiprocessing")
+    }
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     yield
+    for name, value in switches.items():
+        setattr(logging, name, value)
     root.handlers[:] = before
     root.setLevel(level)

@@ -66,8 +66,8 @@ class Room:
     def _waited_long(self) -> bool:
         return self._no_room_since is not None and self._clock() >= self._no_room_since + self._patience_s
 
-    def _allowed(self) -> int:
-        return max(self._share_of_others(), int(self._waited_long()))
+    def _allowed(self, share: int) -> int:
+        return max(share, int(self._waited_long()))
 
     def look(self) -> None:
         """Lets in who may come now, and has those make way who may stay no longer."""
@@ -77,7 +77,7 @@ class Room:
             self._no_room_since = None
         elif self._waiting and self._no_room_since is None:
             self._no_room_since, self._was_told = self._clock(), False
-        allowed = self._allowed()
+        allowed = self._allowed(share)
         for place in self._inside[allowed:]:
             place.make_way()
         may_come = allowed if left_s <= 0 else int(self._waited_long())
@@ -133,7 +133,7 @@ class Room:
                 if not turn.cancelled():  # its turn came at the same moment: the next one gets it
                     self.look()
                 raise
-            if len(self._inside) < self._allowed():  # nobody came since then
+            if len(self._inside) < self._allowed(self._share_of_others()):  # nobody came since then
                 self._inside.append(place)
                 self._used_at = self._clock()
                 return

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,13 @@ from common.bounded_process import BoundedProcess, ChildWords, JobDiedError, Lim
 from common.errors import InternalError, UnavailableError
 from tests.common.test_grammar_process import children
 
-LIMITS = Limits(cpu_s=0.2, num_bytes=32 * 2**20, stack_bytes=2**20)
+LIMITS = Limits(cpu_s=20, num_bytes=32 * 2**20, stack_bytes=2**20)
 WORDS = ChildWords(subjects="jobs", work="do", waiting="others wait", broken="it is broken")
 
 
-def process_of(*, opens_files: bool) -> BoundedProcess:
-    arguments = [json.dumps(asdict(LIMITS)), "open" if opens_files else "sealed"]
-    return BoundedProcess("tests.common.bounded_jobs", arguments, LIMITS, WORDS)
+def process_of(*, opens_files: bool, limits: Limits = LIMITS) -> BoundedProcess:
+    arguments = [json.dumps(asdict(limits)), "open" if opens_files else "sealed"]
+    return BoundedProcess("tests.common.bounded_jobs", arguments, limits, WORDS)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,6 @@ def sealed() -> Iterator[BoundedProcess]:
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        ({"compute": True}, "it costs more than 0.2 s to do"),
         ({"keep": 2**30}, "it costs more than 32 MiB to do"),
         (
             {"say": "\N{GRINNING FACE}" * 2_000_000},
@@ -52,6 +51,20 @@ def test_what_breaks_a_limit_ends_alone(sealed: BoundedProcess, job: dict[str, o
         sealed.ask(job)
     assert sealed.ask({"keep": 1}) == {"kept": 1}
     assert sealed.pid == keeper
+
+
+def test_what_takes_too_long_ends_alone() -> None:
+    process = process_of(opens_files=False, limits=replace(LIMITS, cpu_s=0.2))
+    try:
+        with pytest.raises(JobDiedError, match=r"it costs more than 0\.2 s to do"):
+            process.ask({"compute": True})
+        keeper = process.pid
+        assert keeper is not None
+        with pytest.raises(JobDiedError, match=r"it costs more than 0\.2 s to do"):
+            process.ask({"compute": True})
+        assert process.pid == keeper
+    finally:
+        process.close()
 
 
 def test_who_ended_it_from_outside_is_not_the_job(sealed: BoundedProcess) -> None:

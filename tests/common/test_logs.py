@@ -8,8 +8,6 @@ import pytest
 
 from common.logs import LogFormat, RareLine, setup_logging
 
-pytestmark = pytest.mark.usefixtures("restored_logs")
-
 
 def test_headers_that_are_no_text_and_clients_that_leave_print_no_stack(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("router")

@@ -6,7 +6,8 @@ import os
 import random
 import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -138,18 +139,12 @@ def test_a_draining_prefill_worker_finishes_what_it_took_and_refuses_the_rest(fl
     first, second = (member for member in fleet.members if member.role == "prefill")
     decode = next(member for member in fleet.members if member.role == "decode")
     prompt = random_prompt(random.Random(8), 3000)
-    num_files = count_files(fleet)
-    with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(ask_directly, decode, prompt, salt(), [first.address])
-        wait_for("the first blocks are handed over", lambda: count_files(fleet) > num_files, CALL_TIMEOUT_S)
-        engine = engine_of(first)
-        os.kill(engine, signal.SIGSTOP)
+    with held_in_prefill(fleet, first, decode, prompt, salt()) as taken:
         with grpc.insecure_channel(first.address) as channel:
             worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest(timeout_s=CALL_TIMEOUT_S))
         wait_for("it drains", lambda: "draining" in first.process.log.read_text(), CALL_TIMEOUT_S)
         refused = ask_directly(decode, prompt[:500], salt(), [first.address, second.address])
-        os.kill(engine, signal.SIGCONT)
-        done = taken.result()
+    done = taken.result()
     assert first.process.popen.wait(START_TIMEOUT_S) == 0
     fleet.replace(first)
     assert (refused.prefill_worker, refused.num_retries, refused.fallback_reason) == (second.address, 1, "")
@@ -173,6 +168,24 @@ def ask_directly(decode: Member, prompt: list[int], salt: str, prefill: list[str
     assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
     report: types_pb2.RequestReport = last.report
     return report
+
+
+@contextmanager
+def held_in_prefill(
+    fleet: Fleet, prefill: Member, decode: Member, prompt: list[int], salt: str
+) -> Iterator[Future[types_pb2.RequestReport]]:
+    """The request of a decode worker whose first blocks have come: the prefill worker's engine is stopped until the
+    block ends."""
+    num_files = count_files(fleet)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(ask_directly, decode, prompt, salt, [prefill.address])
+        wait_for("the first blocks are handed over", lambda: count_files(fleet) > num_files, CALL_TIMEOUT_S)
+        engine = engine_of(prefill)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            yield taken
+        finally:
+            os.kill(engine, signal.SIGCONT)
 
 
 def count_files(fleet: Fleet) -> int:

@@ -16,8 +16,8 @@ from baton.client.report import Result
 from common.types import WorkerRole
 from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
-from tests.integration.stack import CALL_TIMEOUT_S, Fleet, alive, kill, running, wait_for
-from tests.integration.test_drain import ask_directly, count_files, engine_of
+from tests.integration.stack import Fleet, alive, kill, running, wait_for
+from tests.integration.test_drain import ask_directly, engine_of, held_in_prefill
 from tests.integration.tiny import Case, make_cases, tiny_fleet
 
 pytestmark = pytest.mark.timeout(600)
@@ -128,15 +128,9 @@ def test_a_lease_lasts_though_its_worker_takes_requests_alone(fleet: Fleet, salt
     take(fleet, PREFILL, DECODE, DECODE)
     first, decode, _ = fleet.members
     prompt = random_prompt(random.Random(8), 3000)
-    num_files = count_files(fleet)
-    with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(ask_directly, decode, prompt, salt(), [first.address])
-        wait_for("the first blocks are handed over", lambda: count_files(fleet) > num_files, CALL_TIMEOUT_S)
-        engine = engine_of(first)
-        os.kill(engine, signal.SIGSTOP)
+    with held_in_prefill(fleet, first, decode, prompt, salt()) as taken:
         take(fleet, DECODE, DECODE, DECODE)
-        os.kill(engine, signal.SIGCONT)
-        done = taken.result()
+    done = taken.result()
     late = ask_directly(decode, prompt[:500], salt(), [first.address])
     for report in (done, late):
         assert (report.prefill_worker, report.num_retries, report.fallback_reason) == (first.address, 0, "")

@@ -205,7 +205,6 @@ def test_a_rank_that_cannot_load_is_named(model: Path) -> None:
         RankedDevice(model, settings_of(2), in_threads(serve))
 
 
-@pytest.mark.usefixtures("restored_logs")
 def test_a_rank_logs_as_rank_0_does(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
