@@ -16,9 +16,10 @@ what is told is the median of the differences within a round, and the middle hal
 
 Before that, what single parts take of a router's event loop: CPU time of this thread, the least of some repeats.
 
-With `--users`, by the clock: the time to first token at half load, which is half of what a CPU second of a router
-serves, from the same three routers; and the answers a second of two real stacks of the default model, one with all of
-it, one as `quiet` but without traces, by a closed loop of `--streams` requests of new prompts.
+With `--users`, by the clock: the time to first token at half load, which is half as many requests a second as client,
+router and worker serve together on this machine, from the same three routers; and the answers a second of two real
+stacks of the default model, one with all of it, one as `quiet` but without traces, by a closed loop of `--streams`
+requests of new prompts.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ _SERVE = [sys.executable, "-m", "bench.eyes", "--serve"]
 Measure = Callable[[], float]
 """Asks for some seconds; µs of the process's CPU time for a request, or what `--users` tells."""
 _HALF_LOAD_TURN_S = 2.0
+_FULL_LOAD_STREAMS = 256
 _THROUGHPUT_TURN_S = 10.0
 _PROMPT_TOKENS, _ANSWER_TOKENS = 128, 64  # of the real stacks' requests
 
@@ -166,6 +168,21 @@ def _of_router(router: _Router, load: _Load) -> float:
     before = own_cpu_s(router.pid)
     num_requests = uvloop.run(run())
     return 1e6 * (own_cpu_s(router.pid) - before) / num_requests
+
+
+def _served_in_a_second(router: _Router, load: _Load) -> float:
+    """Requests, if there are always more of them than the processes can serve."""
+
+    async def run() -> float:
+        client = Endpoint("rest", router.address).connect()
+        try:
+            start = time.perf_counter()
+            answers = await closed_loop(client, _FULL_LOAD_STREAMS, load.tokens, _HALF_LOAD_TURN_S)
+            return len(answers) / (time.perf_counter() - start)
+        finally:
+            await client.close()
+
+    return uvloop.run(run())
 
 
 def _first_token(router: _Router, load: _Load, rate: float) -> float:
@@ -362,7 +379,7 @@ def of_processes(tokenizer_dir: Path, load: _Load, logs: Path, repeats: int) -> 
 
 def of_users(tokenizer_dir: Path, load: _Load, logs: Path, repeats: int) -> None:
     with routers(tokenizer_dir, load, logs) as found:
-        rate = 0.5e6 / statistics.median(_of_router(found[OFF], load) for _ in range(5))
+        rate = 0.5 * statistics.median(_served_in_a_second(found[OFF], load) for _ in range(5))
         measures = {kind: partial(_first_token, router, load, rate) for kind, router in found.items()}
         print_rounds(f"time to first token over REST at {rate:.0f} requests a second, µs", in_turns(measures, repeats))
     with stacks(load.streams) as of_stacks:
