@@ -326,6 +326,12 @@ worker_hedges = _counter(
 )
 worker_hedges_won = Counter("baton_worker_hedges_won", "Those of them in which that other prefill worker was first.")
 worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV this decode worker had to compute.")
+worker_steps_given_up = Counter(
+    "baton_worker_steps_given_up",
+    "Steps that ended early, between two layers: all their requests had ended, or they had prompts alone and a request "
+    "came whose target would not have held after them.",
+    ["reason"],
+)
 worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
 worker_late_requests = Counter(
     "baton_worker_late_requests",
@@ -425,6 +431,6 @@ ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
     worker_grammars, worker_grammar_seconds, worker_draft_tokens, worker_kv_retentions, worker_kv_retained_blocks,
-    worker_goes_by_slack, worker_late_requests, worker_preemptions,
+    worker_goes_by_slack, worker_late_requests, worker_preemptions, worker_steps_given_up,
 )  # fmt: skip
 """Metrics that an engine process counts and its front shows."""

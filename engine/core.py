@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -28,13 +29,14 @@ from engine import messages as m
 from engine.arrivals import Arrivals
 from engine.blocks.block_manager import BlockManager
 from engine.cache_hints import CacheHints
-from engine.device import Device
+from engine.device import Device, StepGivenUp
 from engine.forward_pass import ForwardPass, Pass
 from engine.housekeeping import Housekeeping
 from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import Publish, RemoteKV
 from engine.reports import (
+    report_given_up,
     report_late,
     report_not_stored,
     report_order,
@@ -317,7 +319,7 @@ class EngineCore:
         message comes.
 
         `meanwhile` is called many times in mid-step and may call `handle`, `take_in_transfers`, `begin_remote` and
-        `take_events`.
+        `take_events`. A device that can gives the step up if nobody wants it any more, or somebody else is in a hurry.
         """
         if begun.computed is not None and len(self._under_way) == 1 and self._goes_ahead:
             return True  # the next one is begun first
@@ -325,10 +327,17 @@ class EngineCore:
             begun = self._under_way.popleft()
         if begun.computed is None:
             return begun.is_busy
+        meanwhile = meanwhile or self.take_in_transfers
+        if self._device.info.gives_up:
+            meanwhile = partial(self._go_on, begun.output, meanwhile)
         try:
-            tokens = self._forward.end(begun.computed, meanwhile or self.take_in_transfers)
+            tokens = self._forward.end(begun.computed, meanwhile)
         finally:
             self._unhold(begun.written)
+        if tokens is None:
+            self.scheduler.give_up(begun.output)
+            self.take_in_transfers()
+            return True
         if begun.traced:
             now = self._clock()
             self._events += [msgspec.structs.replace(step, end=now) for step in begun.traced]
@@ -345,6 +354,13 @@ class EngineCore:
         self._report_order()
         self.take_in_transfers()
         return True
+
+    def _go_on(self, output: SchedulerOutput, meanwhile: Callable[[], None]) -> None:
+        """Passes messages in mid-step. Raises `StepGivenUp` if the rest of the step should not be computed."""
+        meanwhile()
+        if why := self.scheduler.why_give_up(output, self._clock()):
+            report_given_up(why)
+            raise StepGivenUp
 
     def repeat(self, requests: Sequence[Request], num_steps: int) -> None:
         """Does what so many steps of these requests come to, for simulations (`Scheduler.repeat`). Tells only of those

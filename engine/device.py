@@ -24,6 +24,10 @@ def do_nothing() -> None:
     """Default of `meanwhile`."""
 
 
+class StepGivenUp(Exception):  # noqa: N818  # nothing went wrong
+    """Raised by `meanwhile`: nobody wants the rest of the step now."""
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DeviceInfo:
     """What the engine has to know of a model on its device. Never changes."""
@@ -41,6 +45,7 @@ class DeviceInfo:
     device_reason: str
     kernels: str = ""  # the variant of the CPU kernels that computes, or torch
     kernels_reason: str = ""
+    gives_up: bool = False  # a step ends early, between two layers, if `meanwhile` raises `StepGivenUp`
     free_rows: float  # that a step multiplies while it reads the weights: engine/speculation/step_cost.py
 
 
@@ -71,7 +76,9 @@ class Device(ABC):
 
     @abstractmethod
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
-        """Waits for the step, once. `meanwhile` is called many times until then; it may not touch this device.
+        """Waits for the step, once. `meanwhile` is called many times until then; it may not touch this device, and may
+        raise `StepGivenUp` if the device `gives_up`: then all that it says of the step is `is_given_up`, and the KV of
+        the rows' new tokens is not written.
 
         What the device cannot compute is told in `failures`; then the KV of those rows' new tokens is not written.
         """

@@ -42,7 +42,7 @@ class DeviceThread(Device):
     ) -> None:
         """`is_inline`: whether a step that begins now is computed in `end`, by the engine's own thread, since a
         profiler looks at that. No other step may be under way then."""
-        self.info = device.info
+        self.info = replace(device.info, gives_up=False)  # the next step may have begun
         self._device = device
         self._is_inline = is_inline
         self._clock = clock

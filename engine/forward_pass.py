@@ -102,9 +102,14 @@ class ForwardPass:
         requests = list(output.num_tokens)
         return Pass(ticket, requests, strays={}, checks={}, drawing=set(requests), embeds=False)
 
-    def end(self, begun: Pass, meanwhile: Callable[[], None]) -> list[list[SampledToken]]:
-        """Waits for the pass: the tokens of each of its requests, in order. A request whose row failed fails."""
+    def end(self, begun: Pass, meanwhile: Callable[[], None]) -> list[list[SampledToken]] | None:
+        """Waits for the pass: the tokens of each of its requests, in order; None if the device gave it up. A request
+        whose row failed fails."""
         output = self._device.end(begun.ticket, meanwhile)
+        if output.is_given_up:
+            for request in begun.drawing:
+                request.num_pending -= 1 + len(begun.checks.get(request, ()))
+            return None
         drawn = iter(range(len(begun.requests), len(output.tokens)))  # the rows of drafts
         rows = {request: list(islice(drawn, len(ones))) for request, ones in begun.checks.items()}
         tokens: list[list[SampledToken]] = []

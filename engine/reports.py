@@ -38,6 +38,10 @@ def report_draft(num_drafted: int, num_accepted: int) -> None:
     metrics.worker_draft_tokens.labels("refused").inc(num_drafted - num_accepted)
 
 
+def report_given_up(why: str) -> None:
+    metrics.worker_steps_given_up.labels(why).inc()
+
+
 def report_preempted(request: Request, *, is_displaced: bool) -> None:
     """`is_displaced`: a request with latency targets needed its place, not its blocks."""
     metrics.worker_preemptions.inc()

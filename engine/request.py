@@ -80,6 +80,7 @@ class Request:
     num_stored_blocks: int = 0  # leading blocks that the store held when the request came; a hint, used once
     num_published_blocks: int = 0  # PREFILL: blocks before this index are published or not needed
     num_preemptions: int = 0
+    num_given_up: int = 0  # steps with it that ended early for a request in a hurry
     scheduled_time: float | None = None  # first admitted
     pace: Pace | None = None  # while requests go by slack
     fallback_reason: str = ""

@@ -128,6 +128,11 @@ class StepOutput:
     pooled: Mapping[int, list[float]] = field(default_factory=dict)  # sums of hidden states, [hidden_size] each
     failures: Mapping[int, str] = field(default_factory=dict)  # why these rows have no result, one line each
     elapsed_s: float = 0.0  # seconds in which the device was busy with this step
+    is_given_up: bool = False  # it ended early, and no row has a result
+
+    @classmethod
+    def given_up(cls, step: StepInput) -> StepOutput:
+        return cls(tokens=[None] * len(step.rows), is_given_up=True)
 
 
 def shape_of(rows: Sequence[StepRow]) -> StepShape:

@@ -24,7 +24,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.blocks.host_tier import BlockCopy
 from engine.context_length import fit_context
-from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
+from engine.device import Device, DeviceInfo, KVPlane, StepGivenUp, Ticket, do_nothing
 from engine.device_copies import read, to_device, wait_for
 from engine.local.graphs import DecodeGraphs, graph_sizes
 from engine.local.host_cache import allocate_host_cache, copy_blocks
@@ -107,6 +107,7 @@ class LocalDevice(Device):
             device_reason=loaded.device_reason,
             kernels=loaded.kernels_choice.instruction_set,
             kernels_reason=loaded.kernels_choice.reason,
+            gives_up=loaded.device.type == "cpu" and group.size == 1,
             free_rows=loaded.free_rows,
         )
         shape = AttentionShape(
@@ -158,6 +159,8 @@ class LocalDevice(Device):
         try:
             rows = [row if row.first is None else self._resolved(row, row.first) for row in step.rows]
             output = self._compute(rows, beside)
+        except StepGivenUp:
+            return StepOutput.given_up(step)
         except Exception as error:
             if self._raises:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ class RecordingDevice(Device):
     all KV that it depends on twice."""
 
     def __init__(self, device: Device, writer: StepFileWriter, num_steps: int) -> None:
-        self.info = device.info
+        self.info = replace(device.info, gives_up=False)  # a file has whole steps
         self._device = device
         self._writer = writer
         self._num_left = num_steps

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Literal
 
 from common.batch_time import BatchTime, StepShape
 from common.types import SLACKS_S, FinishReason, SampledToken
@@ -575,6 +576,30 @@ class Scheduler:
         if self._slack is not None and not self.has_work:
             self._slack.pause()
         return result
+
+    def why_give_up(self, output: SchedulerOutput, now: float) -> Literal["", "ended", "urgent"]:
+        """Why the rest of a step that is being computed is not wanted: all its requests have ended; or it has prompts
+        alone, and one that came since it began would be late after it. Empty if it is wanted."""
+        if not any(request.status is RequestStatus.RUNNING for request in output.num_tokens):
+            return "ended"
+        slack = self._slack
+        if slack is None or not slack.knows_times or (head := self._queue_by_slack.head) is None:
+            return ""
+        if not slack.cannot_wait(head, output.num_tokens, now) or self.num_running >= self.config.max_num_seqs:
+            return ""
+        if not self.blocks.may_allocate(head) or self._is_held_back(head):
+            return ""
+        return "urgent" if slack.may_join(head, self._sums.shape) else ""
+
+    def give_up(self, output: SchedulerOutput) -> None:
+        """Nothing of a step was computed: its requests are where they were."""
+        for request in output.num_tokens:
+            if request.status is RequestStatus.RUNNING:
+                request.num_given_up += 1
+                if request in output.drafts:
+                    self.blocks.shrink(request, request.num_tokens)
+        if self._slack is not None:
+            self._slack.gave_up()
 
     def repeat(self, requests: Sequence[Request], num_steps: int) -> list[NewToken]:
         """What so many steps come to in which each of `requests`, which decode, draws its last token again: simulations

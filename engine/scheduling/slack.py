@@ -55,6 +55,7 @@ MOST_HARM = 1  # of them that a prompt may make late
 LEARNING = 0.125  # weight of the latest prompt
 MAX_STRETCH = 8.0
 HOST_LEARNING = 1 / 16
+MOST_GIVEN_UP = 2  # of a prompt's steps, for those that come later and cannot wait
 IDLE_S = 0.05  # a longer pause between two steps is none of the host's work
 
 
@@ -584,6 +585,30 @@ class SlackPolicy:
             self._finishing.append(self._admitted.pop(request))
         if budget.shape.num_tokens:
             self._last_step = now, self._model.seconds(budget.shape)
+
+    def cannot_wait(self, request: Request, num_tokens: Mapping[Request, int], now: float) -> bool:
+        """Whether a newcomer will be late if it begins after the step that is being computed, which has so many tokens
+        of these requests; and is in time if it begins now, and makes none of them late."""
+        pace = request.pace
+        if self._last_step is None or pace is None or not pace.has_target or request.mode is RequestMode.REMOTE:
+            return False
+        decided_at, predicted_s = self._last_step
+        if request.scheduled_time is not None or request.arrival_time < decided_at:
+            return False
+        if not now <= pace.start_by < decided_at + predicted_s:
+            return False
+        for one, num_new in num_tokens.items():
+            own = self._pace(one)
+            if num_new == 1 or one.num_given_up >= MOST_GIVEN_UP:
+                return False
+            if own.has_target and now + pace.work_s + own.work_s > own.due:
+                return False
+        return True
+
+    def gave_up(self) -> None:
+        """Nothing of the step was computed."""
+        self.pause()
+        self._finishing.clear()
 
     def forget(self, request: Request) -> None:
         """The request has ended, or was preempted."""
