@@ -251,8 +251,8 @@ ROWS: dict[str, list[Panel]] = {
             "Steps given up",
             "ops",
             ((rate("baton_worker_steps_given_up_total", WORKERS, "reason"), "{{reason}}"),),
-            "Steps that ended early, between two layers: their requests had all ended (clients left, batches made way), or "
-            "a request came whose target would not have held after them.",
+            "Steps that ended early, between two layers: their requests had all ended (clients left, batches made way) "
+            "or a request came whose target would not have held after them.",
         ),
         Panel(
             "Too late for their targets",
