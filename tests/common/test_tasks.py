@@ -55,7 +55,7 @@ async def test_a_vital_task_that_ends_is_logged_and_ends_the_process(
     tasks = VitalTasks(seen.append)
     tasks.start(asyncio.Event().wait(), name="other")  # type: ignore[arg-type] # its bool is nobody's
     tasks.start(work(), name="watch")
-    await asyncio.wait_for(tasks.failed_or(asyncio.Event()), 10)
+    await asyncio.wait_for(tasks.failed_or(asyncio.Event()), 60)
     with pytest.raises(failure) as raised:
         tasks.raise_failure()
     assert raised.value.message == words

@@ -109,14 +109,14 @@ class TestSharedStorage(ConnectorConformance):
             wait_until(lambda: answer(worker.connector.start_lookup(names)) == (1, True))
         assert lookups[0].num_blocks == 0, "an answer does not change"
 
-    @pytest.mark.parametrize("times", [{"lookup_timeout_s": 1.0}])
+    @pytest.mark.parametrize("times", [{"lookup_timeout_s": 2.0}])
     def test_a_slow_lookup_has_found_what_it_found_in_time(
         self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = workers("w")
-        monkeypatch.setattr(ShardedFiles, "contains", lambda *_: time.sleep(0.4) is None)
+        monkeypatch.setattr(ShardedFiles, "contains", lambda *_: time.sleep(0.5) is None)
         num_found, is_certain = answer(worker.connector.start_lookup([name_of(number) for number in range(10)]))
-        assert num_found in (1, 2, 3)
+        assert num_found in (1, 2, 3, 4)
         assert not is_certain
 
     @pytest.mark.parametrize("times", [{"lookup_timeout_s": 0.5, "join_timeout_s": 0.2}])

@@ -95,10 +95,10 @@ class TestShares:
 
     def test_no_write_waits_for_ever(self, space: StoreSpace, monkeypatch: pytest.MonkeyPatch) -> None:
         """Another process cleans, or died while it did."""
-        monkeypatch.setattr("kv_store.shared_storage.space.MAX_WAIT_S", 0.05)
+        monkeypatch.setattr("kv_store.shared_storage.space.MAX_WAIT_S", 0.5)
         space.begin(5000)
         assert not space.has_room()
-        threading.Event().wait(0.1)
+        threading.Event().wait(0.6)
         assert space.has_room()
 
 

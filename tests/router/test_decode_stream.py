@@ -96,13 +96,13 @@ async def test_a_call_that_is_closed_before_it_was_sent_is_not_sent(client: Clie
 
 async def test_a_deadline_ends_its_call_alone(client: Client, worker: FakeWorker) -> None:
     worker.hang_after = 1
-    late, other = client.call(timeout_s=0.2), client.call()
+    late, other = client.call(timeout_s=1.0), client.call()
     assert (await failure_of(late)).code == "DEADLINE_EXCEEDED"
     await asyncio.wait_for(worker.cancelled.wait(), PATIENCE_S)
     worker.hang_after = None
     assert (await tokens_of(other))[:-1] == worker.answer
     told = [deadline for deadline in worker.deadlines if deadline is not None]
-    assert told[0] < 0.21 < told[1] <= PATIENCE_S
+    assert told[0] < 1.01 < told[1] <= PATIENCE_S
 
 
 async def test_a_refusal_keeps_its_field(client: Client, worker: FakeWorker) -> None:

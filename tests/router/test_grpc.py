@@ -218,11 +218,11 @@ async def test_a_full_worker_says_when_to_retry(router: RunningRouter, worker: F
 async def test_deadline_reaches_the_worker(router: RunningRouter, worker: FakeWorker) -> None:
     worker.hang_after = 1
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await collect(router, inference_pb2.GenerateRequest(prompt="a"), timeout=0.5)
+        await collect(router, inference_pb2.GenerateRequest(prompt="a"), timeout=1.5)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert worker.deadlines[0] is not None
-    assert 0 < worker.deadlines[0] <= 0.5
-    await asyncio.wait_for(worker.cancelled.wait(), 10)
+    assert 0 < worker.deadlines[0] <= 1.5
+    await asyncio.wait_for(worker.cancelled.wait(), 60)
 
 
 async def test_cancelling_reaches_the_worker(router: RunningRouter, worker: FakeWorker) -> None:
@@ -230,7 +230,7 @@ async def test_cancelling_reaches_the_worker(router: RunningRouter, worker: Fake
     call = router.inference.Generate(inference_pb2.GenerateRequest(prompt="a"))
     await call.read()
     call.cancel()
-    await asyncio.wait_for(worker.cancelled.wait(), 10)
+    await asyncio.wait_for(worker.cancelled.wait(), 60)
 
 
 async def test_a_stop_string_cancels_the_worker(router: RunningRouter, worker: FakeWorker) -> None:
@@ -240,7 +240,7 @@ async def test_a_stop_string_cancels_the_worker(router: RunningRouter, worker: F
     assert "".join(response.text for response in responses) == "The capital of France is "
     assert (responses[-1].finish_reason, responses[-1].stop_reason) == (types_pb2.FINISH_REASON_STOP, "Paris")
     assert responses[-1].usage.completion_tokens == sum(len(response.token_ids) for response in responses)
-    await asyncio.wait_for(worker.cancelled.wait(), 10)
+    await asyncio.wait_for(worker.cancelled.wait(), 60)
 
 
 async def test_health_follows_the_fleet_and_names_services(router: RunningRouter, worker: FakeWorker) -> None:

@@ -192,7 +192,7 @@ async def test_batches_make_no_way_for_a_request_that_is_refused(path: Path) -> 
         raise AssertionError("three at once")
     assert changes == [1, 0, 1, 0]
     assert (demand.num_requests, admission.num_running) == (3, 0)
-    await asyncio.wait_for(admission.idle(), 1)
+    await asyncio.wait_for(admission.idle(), 60)
 
 
 async def test_each_answer_counts_and_so_does_tokenizing(

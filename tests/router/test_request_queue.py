@@ -125,7 +125,7 @@ async def test_what_would_wait_too_long_is_refused_at_once() -> None:
 
 
 async def test_who_goes_away_leaves_no_hole() -> None:
-    runner = Runner(RequestQueue(1, max_wait_s=0.05))
+    runner = Runner(RequestQueue(1, max_wait_s=1.0))
     for name in ("a1", "a2", "b1", "c1"):
         await runner.add(name)
     runner.tasks["a2"].cancel()
@@ -136,7 +136,7 @@ async def test_who_goes_away_leaves_no_hole() -> None:
     await settled()
     assert runner.order == ["a1", "c1"]
     await runner.add("d1")
-    with pytest.raises(OverloadedError, match=r"waited 0\.05 s"):
+    with pytest.raises(OverloadedError, match=r"waited 1 s"):
         await runner.tasks["d1"]
     await runner.add("e1", left_s=0.01)
     with pytest.raises(DeadlineError):
@@ -152,7 +152,7 @@ async def test_a_full_queue_takes_nothing_from_who_is_about_to_leave() -> None:
     for name in ("a1", "a2", "a3"):
         await runner.add(name)
     runner.tasks["a3"].cancel()  # it has not noticed yet when the next one comes
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         task = asyncio.create_task(runner.add("b1"))
         await task
     assert not runner.tasks["b1"].done()

@@ -284,8 +284,8 @@ async def test_a_slow_file_holds_up_nobody(
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         answers = [asyncio.create_task(ask(router, "Where?")) for _ in range(3)]
-        told = [await asyncio.wait_for(one, 15) for one in answers]
-        await asyncio.wait_for(asyncio.to_thread(int), 5)
+        told = [await asyncio.wait_for(one, 60) for one in answers]
+        await asyncio.wait_for(asyncio.to_thread(int), 60)
         with pytest.raises(openai.InternalServerError) as refused:
             await ask(router, "When?", told[0])
         other.execute("ROLLBACK")

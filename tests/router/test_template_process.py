@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,18 +14,19 @@ from text.chat_template import BaseTemplate, ChatTemplate
 from text.conversation import Conversation, Tool, Tools
 from text.template_process import MAX_KNOWN, TemplateProcess
 
-LIMITS = Limits(cpu_s=0.3, num_bytes=64 * 2**20, stack_bytes=2 * 2**20)
+LIMITS = Limits(cpu_s=20, num_bytes=64 * 2**20, stack_bytes=2 * 2**20)
 SPECIAL = {"bos_token": "<s>"}
 MAX_CHARS = 100_000
 ASK = Conversation(messages=[{"role": "user", "content": "Où? 東京"}])
 GOOD = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
-TIME = "cannot be used: it costs more than 0.3 s to render"
 MEMORY = "cannot be used: it costs more than 64 MiB to render"
 UNSAFE = "refuses the messages: .*unsafe"
+SLOW = {
+    "loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+}
 HOSTILE = {
-    "loop": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME),
-    "power": ("{{ 9 ** (9 ** 9) }}", TIME),
     "text": ("{{ 'a' * 10**9 }}", MEMORY),
     "padded": ("{{ '%1000000000d' % messages | length }}", MEMORY),
     "indented": ("{{ messages | tojson(indent=10**9) }}", MEMORY),
@@ -71,6 +73,17 @@ def test_a_hostile_template_is_refused_by_name(process: TemplateProcess, source:
     assert len(caught.value.reason) < 1100
     assert render(process, GOOD) == "<s>user: Où? 東京\n"
     assert process.pid == keeper
+
+
+def test_templates_that_take_too_long_are_refused() -> None:
+    """Nothing else is rendered here: on a slow machine it might take as long."""
+    process = TemplateProcess(replace(LIMITS, cpu_s=0.3))
+    try:
+        for source in SLOW.values():
+            with pytest.raises(InvalidArgumentError, match=r"cannot be used: it costs more than 0\.3 s to render"):
+                render(process, source)
+    finally:
+        process.close()
 
 
 TOOLS = Tools(tools=(Tool(name="f", description="Does it", parameters={"type": "object"}), Tool(name="g")))

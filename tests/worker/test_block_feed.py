@@ -26,7 +26,7 @@ class Engine:
 
 
 async def taken(watch: AsyncGenerator[BlockChange, None], num: int) -> list[BlockChange]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return [await anext(watch) for _ in range(num)]
 
 

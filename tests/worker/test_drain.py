@@ -17,7 +17,7 @@ PROMPT = list(range(40))
 
 
 async def test_streams_end_by_themselves(decode: Front) -> None:
-    call = decode.decode.Decode(request_of(PROMPT, script=Script(token_s=0.1)))
+    call = decode.decode.Decode(request_of(PROMPT, script=Script(token_s=0.4)))
     await read(call, num_tokens=1)
     await decode.drain(30)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -53,7 +53,7 @@ async def test_what_nobody_takes_is_cut(decode: Front, monkeypatch: pytest.Monke
 
 
 async def test_a_prefill_worker_waits_for_its_leases(prefill: Front, decode: Front) -> None:
-    call = decode.decode.Decode(request_of(PROMPT, [prefill], Script(fetch_s=0.5)))
+    call = decode.decode.Decode(request_of(PROMPT, [prefill], Script(fetch_s=2.0)))
     await read(call, num_tokens=1)
     await until(lambda: decode.told("RemoteBlocksPublished"), "blocks are being fetched")
     await prefill.drain(30)

@@ -32,14 +32,14 @@ async def test_a_dead_engine_ends_its_requests_and_its_worker(decode: Front) -> 
 
 
 async def test_an_engine_that_hangs_is_killed(tmp_path: Path) -> None:
-    async with front(WorkerRole.DECODE, tmp_path, engine_timeout=1.0) as decode:
+    async with front(WorkerRole.DECODE, tmp_path, engine_timeout=3.0) as decode:
         call = decode.decode.Decode(request_of(PROMPT, script=Script(stall_at=2)))
         await read(call, num_tokens=2)
         os.kill(decode.engine_pid, signal.SIGSTOP)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await read(call)
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "no sign of life for 1 s" in (failed.value.details() or "")
+        assert "no sign of life for 3 s" in (failed.value.details() or "")
         assert await decode.task == 1
         assert not alive({decode.engine_pid})
 

@@ -239,7 +239,7 @@ async def test_rubbish_ends_the_stream_alone(worker: RunningWorker, caplog: pyte
 
 async def test_a_worker_that_drains_goes_on_with_what_it_has(decode: Front) -> None:
     stream = Stream(decode.decode)
-    await stream.start(1, request_of(PROMPT, script=Script(token_s=0.1), request_id="runs"))
+    await stream.start(1, request_of(PROMPT, script=Script(token_s=0.4), request_id="runs"))
     await stream.has_tokens(1, 1)
     await decode.drain(60.0)
     while True:  # until it has begun to drain
@@ -252,11 +252,12 @@ async def test_a_worker_that_drains_goes_on_with_what_it_has(decode: Front) -> N
     assert await decode.task == 0
 
 
-async def test_a_worker_that_drains_offers_its_calls(decode: Front) -> None:
+async def test_a_worker_that_drains_offers_its_calls(decode: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.drain.HANDOVER_AT", 0.01)
     stream = Stream(decode.decode)
     await stream.start(1, request_of(PROMPT, script=Script(stall_at=2)))
     await stream.has_tokens(1, 2)
-    await decode.drain(1.0)
+    await decode.drain(30)
     while not any(event.offers_handover for event in stream.heard(1).events):
         await stream.read()
     await stream.cancel(1)

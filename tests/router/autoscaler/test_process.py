@@ -42,7 +42,7 @@ class Running:
     async def get(self, path: str) -> tuple[int, str]:
         def ask() -> tuple[int, str]:
             try:
-                with urllib.request.urlopen(self.addresses["http"] + path, timeout=10) as answer:
+                with urllib.request.urlopen(self.addresses["http"] + path, timeout=WAIT_S) as answer:
                     return answer.status, answer.read().decode()
             except urllib.error.HTTPError as error:
                 with error:
