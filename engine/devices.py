@@ -26,6 +26,8 @@ def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | Rank
     """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`, and
     `ConfigError` for settings that do not go together."""
     num_ranks = settings.tensor_parallel_size
+    if settings.expert_parallel_size > 1 and num_ranks == 1:
+        raise ConfigError("--expert-parallel-size", "needs as many processes: set --tensor-parallel-size, too")
     if settings.device == SIMULATED:
         if num_ranks > 1:
             raise ConfigError("--tensor-parallel-size", "a simulated device takes the time that --simulated-time says")

@@ -48,6 +48,7 @@ _OF_WORKERS = (
     "announce",
     "cpu_cores",
     "engine_timeout",
+    "expert_parallel_size",
     "tensor_parallel_size",
 )  # settings of the processes around an engine
 OPTIONS = frozenset(EngineSettings.model_fields) - set(_OF_WORKERS)

@@ -121,6 +121,11 @@ class EngineSettings(ModelSettings):
         description="processes that compute the model together, each with a part of every layer (docs/ranks.md); "
         "CPU only",
     )
+    expert_parallel_size: Positive = Field(
+        1,
+        description="as many as --tensor-parallel-size: of a mixture of experts each of those processes has some "
+        "experts whole; 1: a part of every expert (docs/ranks.md)",
+    )
     num_threads: Positive | None = Field(
         None, description="compute threads, of all ranks together; the pinned cores' number if unset"
     )

@@ -20,7 +20,7 @@ from engine.kernels.library import Kernels
 from engine.layers import MatrixPlace, PartPlace, Place
 from engine.loading.checkpoints.checkpoint import CheckpointTensor, readable
 from engine.loading.checkpoints.hf_quantized import quantized_tensors, scheme_of
-from engine.loading.checkpoints.part import Part, PartOfQuantized
+from engine.loading.checkpoints.part import NOTHING, Part, PartOfQuantized
 from engine.loading.checkpoints.safetensors_file import SafetensorsFile
 from engine.loading.progress import LOG_INTERVAL_S, Progress
 
@@ -55,6 +55,8 @@ def load_weights(
     def part_of(name: str) -> Part | None:
         new = rename(name)
         place = None if new is None else places.get(new)
+        if place is None:  # it has no use here: not even read ahead
+            return NOTHING
         return place.part if isinstance(place, PartPlace) else None
 
     with Progress("loading weights", num_bytes, "B", log_interval_s=log_interval_s) as progress:

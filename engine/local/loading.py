@@ -75,7 +75,8 @@ def load_model(model_dir: Path, settings: EngineSettings, group: RankGroup | Non
     max_model_len = longest_context(files, settings)
     token_ids = files.token_ids()
     ends = files.ends(token_ids)
-    model = _load(files, group, num_positions=max_model_len, dtype=dtype, device=device, kernels=kernels)
+    deals_experts = settings.expert_parallel_size > 1
+    model = _load(files, group, deals_experts, num_positions=max_model_len, dtype=dtype, device=device, kernels=kernels)
     tp_rank, tp_size = model.kv_shard
     return LoadedModel(
         model=model,
@@ -106,6 +107,7 @@ def load_model(model_dir: Path, settings: EngineSettings, group: RankGroup | Non
 def _load(
     files: ModelFiles,
     group: RankGroup,
+    deals_experts: bool,
     *,
     num_positions: int,
     dtype: torch.dtype,
@@ -116,7 +118,14 @@ def _load(
     group.all_gather(torch.zeros(1, device=device))  # no rank loads before all have looked at what memory is left
     try:
         with torch.inference_mode():
-            model = build_model(files, num_positions=num_positions, dtype=dtype, device=device, group=group)
+            model = build_model(
+                files,
+                num_positions=num_positions,
+                dtype=dtype,
+                device=device,
+                group=group,
+                deals_experts=deals_experts,
+            )
             model.load(files, kernels)
             model.finish(kernels)
     except torch.OutOfMemoryError as error:

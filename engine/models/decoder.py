@@ -36,10 +36,11 @@ class Decoder(CausalLM):
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup | None = None,
+        deals_experts: bool = False,
     ) -> None:
-        """This rank's part of the model; all of it if `group` is None. The rotary tables cover `num_positions`. Raises
-        `StartupError` if the ranks cannot share the model."""
-        self.shard: Shard = shard_of(whole, group or OneRank())
+        """This rank's part of the model; all of it if `group` is None. `deals_experts`: it has some experts whole. The
+        rotary tables cover `num_positions`. Raises `StartupError` if the ranks cannot share the model."""
+        self.shard: Shard = shard_of(whole, group or OneRank(), deals_experts=deals_experts)
         self._group = self.shard.group
         config = self.shard.config
         self.config = config
@@ -78,7 +79,14 @@ class Decoder(CausalLM):
 
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:
         rename = text_name if is_composite(files.config) else str
-        load_weights(files, self.places(), kernels=kernels, may_skip=self.may_skip, rename=rename)
+        elsewhere = {f"model.layers.{layer.index}.{name}" for layer in self.layers for name in layer.names_elsewhere()}
+        load_weights(
+            files,
+            self.places(),
+            kernels=kernels,
+            may_skip=lambda name: name in elsewhere or self.may_skip(name),
+            rename=rename,
+        )
         if self.config.tie_word_embeddings and self.embedding.packed is not None:
             self.head = Linear.packed_as(self.embedding.packed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -28,10 +28,13 @@ class ExpertMLPs:
         gate: Activation | Gate,
         *,
         stacks: tuple[torch.Tensor, ...] = (),
+        span: Span | None = None,
     ) -> None:
         """`gate_ups` give `[num_tokens, 2 * inner_size]`; if `gate` is an activation, the gates first. `stacks`: all
-        weights of `gate_ups`, and all of `downs`, each in one tensor, on a device."""
+        weights of `gate_ups`, and all of `downs`, each in one tensor, on a device. `span`: which experts these are, on
+        a CPU; all of them if it is None."""
         self.gate_ups, self.downs = gate_ups, downs
+        self._span = span or Span(0, len(downs), len(downs))
         self._activation = gate if isinstance(gate, Activation) else None
         self._gate: Gate = ACTIVATE[gate] if isinstance(gate, Activation) else gate
         self._stacks = stacks
@@ -50,14 +53,19 @@ class ExpertMLPs:
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """`x` `[num_tokens, hidden_size]`; `chosen` int64 and `shares`, both `[num_tokens, per_token]`. The result is
-        like `x`."""
+        like `x`: what these experts give, nothing of others."""
         per_token = chosen.shape[1]
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
         if self._stacks:
             return self._by_groups(x, shares, experts, order)
+        num_rows = experts.bincount(minlength=self._span.whole)
+        if len(num_rows) > len(self.downs):  # other ranks have the rest
+            first, behind = int(num_rows[: self._span.start].sum()), int(num_rows[: self._span.stop].sum())
+            if first == behind:
+                return torch.zeros_like(x)
+            order, num_rows = order[first:behind], num_rows[self._span.start : self._span.stop]
         tokens = order // per_token
-        num_rows = experts.bincount(minlength=len(self.downs))
         if self._mlps is not None and len(x) < self._mlps_below:
             given = self._mlps(x.float()[tokens], num_rows)
         else:
@@ -102,33 +110,33 @@ class ExpertMLPs:
 
 class Experts:
     """A router and the experts that it chooses from. If several ranks share a model, each has a part of every expert,
-    and what it gives is a summand."""
+    or some experts whole, and what it gives is a summand."""
 
     def __init__(
         self,
         config: ExpertsConfig,
         hidden_size: int,
         activation: Activation,
+        span: Span,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """`span`: the experts that are here; not all only on a CPU."""
         self.config = config
+        self._span = span
         self.router = Linear(hidden_size, config.num_experts, bias=False, is_head=True, dtype=dtype, device=device)
         inner = config.inner_size
         sizes = ((hidden_size, 2 * inner), (inner, hidden_size))
         if device.type != "cpu":
-            stacks = tuple(
-                torch.empty(config.num_experts, out, size, dtype=dtype, device=device) for size, out in sizes
-            )
+            stacks = tuple(torch.empty(span.size, out, size, dtype=dtype, device=device) for size, out in sizes)
             gate_ups, downs = ([Linear.of(weight) for weight in stack] for stack in stacks)
             self.mlps = ExpertMLPs(gate_ups, downs, activation, stacks=stacks)
             return
         gate_ups, downs = (
-            [Linear(size, out, bias=False, dtype=dtype, device=device) for _ in range(config.num_experts)]
-            for size, out in sizes
+            [Linear(size, out, bias=False, dtype=dtype, device=device) for _ in range(span.size)] for size, out in sizes
         )
-        self.mlps = ExpertMLPs(gate_ups, downs, activation)
+        self.mlps = ExpertMLPs(gate_ups, downs, activation, span=span)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[num_tokens, hidden_size]`; the result is like it."""
@@ -141,11 +149,19 @@ class Experts:
         """`span`: of each expert's inner elements, those that are here."""
         gate, up, down = self.config.gate_up_down
         places: dict[str, Place] = {"gate.weight": self.router.whole()}
-        for number, (gate_up, last) in enumerate(zip(self.mlps.gate_ups, self.mlps.downs, strict=True)):
+        for number, (gate_up, last) in enumerate(
+            zip(self.mlps.gate_ups, self.mlps.downs, strict=True), self._span.start
+        ):
             name = f"experts.{number}."
             places |= places_of_rows(gate_up, {name + gate: span, name + up: span})
             places |= places_of_columns(last, name + down, span)
         return places
+
+    def names_elsewhere(self) -> Iterator[str]:
+        """Of the weights of experts that other ranks have."""
+        for number in range(self._span.whole):
+            if not self._span.start <= number < self._span.stop:
+                yield from (f"experts.{number}.{name}.weight" for name in self.config.gate_up_down)
 
     def finish(self, kernels: Kernels | None) -> None:
         self.router.finish(kernels)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from engine.attention.base import StepAttention
@@ -67,7 +69,7 @@ class DecoderLayer:
         self.mlp: MLP | None = None
         self.experts: Experts | None = None
         if config.experts is not None and config.experts.layers[index]:
-            self.experts = Experts(config.experts, hidden, config.activation, dtype=dtype, device=device)
+            self.experts = Experts(config.experts, hidden, config.activation, shard.experts, dtype=dtype, device=device)
         else:
             self.mlp = MLP(shard, dtype=dtype, device=device)
 
@@ -126,6 +128,11 @@ class DecoderLayer:
             of_experts = self.experts.places(self._shard.expert_inner)
             places |= {f"{block}.{name}": place for name, place in of_experts.items()}
         return places
+
+    def names_elsewhere(self) -> Iterator[str]:
+        """Of a checkpoint's tensors of this layer that other ranks have whole."""
+        if self.experts is not None:
+            yield from (f"{self.experts.config.block}.{name}" for name in self.experts.names_elsewhere())
 
     @property
     def packed_below(self) -> float:

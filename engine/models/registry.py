@@ -80,21 +80,34 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     group: RankGroup | None = None,
+    deals_experts: bool = False,
 ) -> CausalLM:
-    """The model, or this rank's part of it, its weights still to be loaded. Raises `StartupError` if the ranks of
-    `group` cannot share it."""
+    """The model, or this rank's part of it, its weights still to be loaded. `deals_experts`: of a mixture each rank has
+    some experts whole, in place of a part of each. Raises `StartupError` if the ranks of `group` cannot share it."""
     architecture = architecture_of(files)
     if architecture not in FAMILIES:
         config = _transformers_config(files.config)
         if getattr(config, "tie_word_embeddings", False):
             _is_tied(files)  # transformers decides; this says so
+        if deals_experts:
+            raise StartupError(
+                f"--expert-parallel-size: model type {config.model_type} runs on transformers' code, where each rank "
+                "has a part of every expert; leave it at 1"
+            )
         return TransformersModel(config, num_positions=num_positions, dtype=dtype, device=device, group=group)
     if is_composite(files.config):
         log.info("the text part of the model is served, without images", extra={"architecture": architecture})
     description = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)
     if description.tie_word_embeddings and not _is_tied(files):
         description = replace(description, tie_word_embeddings=False)
-    return Decoder(description, num_positions=num_positions, dtype=dtype, device=device, group=group)
+    return Decoder(
+        description,
+        num_positions=num_positions,
+        dtype=dtype,
+        device=device,
+        group=group,
+        deals_experts=deals_experts,
+    )
 
 
 def _is_tied(files: ModelFiles) -> bool:

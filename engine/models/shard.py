@@ -1,10 +1,11 @@
-"""Which heads, which part of the MLPs and which tokens' rows of a decoder one rank has (tensor parallelism).
+"""Which heads, experts, part of the MLPs and tokens' rows of a decoder one rank has (tensor and expert parallelism).
 
     q k v, gate up      by rows: each rank computes some of their results
     o, down             by columns: each rank computes a summand of all results; an all-reduce adds them up
     embedding           by rows: a rank gives zeros for tokens of others; an all-reduce adds them up
     head                by rows: each rank has some tokens' logits; an all-gather joins them
     norms, router       whole, on every rank
+    experts             like an MLP each; or dealt out whole (expert parallelism): a rank computes the rows of its own
 
 Ranks that are more than the KV heads share them: with 2 heads, ranks 0 and 1 of 4 both keep head 0. The product's name
 for columns of results is rows of the weight, as a weight is `[out_features, in_features]`.
@@ -53,7 +54,8 @@ class Shard:
     heads: Span
     kv_heads: Span
     inner: Span  # of an MLP
-    expert_inner: Span  # of each expert; of none if there are no experts
+    experts: Span  # that it has a part of, or all; none if the model has none
+    expert_inner: Span  # of each of those
     vocabulary: Span  # rows of embedding and head; equal on all ranks but for the last ones, which have fewer
 
     @property
@@ -72,8 +74,9 @@ class Shard:
         return self.group.rank == 0
 
 
-def shard_of(whole: DecoderConfig, group: RankGroup) -> Shard:
-    """Raises `StartupError` that names what the ranks cannot share evenly."""
+def shard_of(whole: DecoderConfig, group: RankGroup, *, deals_experts: bool = False) -> Shard:
+    """`deals_experts`: each rank has some experts whole, in place of a part of each. Raises `StartupError` that names
+    what the ranks cannot share evenly."""
     size, rank = group.size, group.rank
     flag = f"--tensor-parallel-size {size}"
 
@@ -90,9 +93,18 @@ def shard_of(whole: DecoderConfig, group: RankGroup) -> Shard:
     kv_heads = Span(first, first + max(num_kv // size, 1), num_kv)
     has_mlps = whole.experts is None or not all(whole.experts.layers)
     inner = split(whole.inner_size, "inner elements of the MLP") if has_mlps else Span(0, 0, 0)
-    expert_inner = Span(0, 0, 0)
+    dealt = expert_inner = Span(0, 0, 0)
     experts = whole.experts
-    if experts is not None:
+    if experts is None and deals_experts:
+        raise StartupError(f"--expert-parallel-size {size}: this model has no experts")
+    if experts is not None and deals_experts:
+        number = experts.num_experts
+        if number < size:
+            raise StartupError(f"--expert-parallel-size {size} leaves a rank without any of {number} experts")
+        dealt = Span(rank * number // size, (rank + 1) * number // size, number)
+        expert_inner = Span(0, experts.inner_size, experts.inner_size)
+    elif experts is not None:
+        dealt = Span(0, experts.num_experts, experts.num_experts)
         expert_inner = split(experts.inner_size, "inner elements of an expert")
         experts = replace(experts, inner_size=expert_inner.size)
     rows = -(-whole.vocab_size // size)
@@ -100,7 +112,7 @@ def shard_of(whole: DecoderConfig, group: RankGroup) -> Shard:
         raise StartupError(f"{flag} leaves a rank without any of {whole.vocab_size} rows of the vocabulary")
     config = replace(whole, num_heads=heads.size, num_kv_heads=kv_heads.size, inner_size=inner.size, experts=experts)
     vocabulary = Span(rank * rows, min((rank + 1) * rows, whole.vocab_size), whole.vocab_size)
-    return Shard(group, config, heads, kv_heads, inner, expert_inner, vocabulary)
+    return Shard(group, config, heads, kv_heads, inner, dealt, expert_inner, vocabulary)
 
 
 def places_of_rows(linear: Linear, spans: Mapping[str, Span], merged_name: str = "") -> dict[str, Place]:

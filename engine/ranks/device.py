@@ -54,6 +54,7 @@ class RankedDevice(Device):
         cannot, and `ConfigError` for settings that ranks do not take."""
         check_supported(settings)
         size = settings.tensor_parallel_size
+        self._deals_experts = settings.expert_parallel_size > 1
         share = share_of_rank(settings, model_dir)
         self._others: list[Rank] = []
         self._said: dict[int, tuple[Message, list[int]]] = {}  # by rank: read, and not taken yet
@@ -86,12 +87,14 @@ class RankedDevice(Device):
         spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
         self.info = replace(info, spec=spec, device_reason=f"{info.device_reason}; {size} ranks share the model")
         self.device = self._local.device
-        log.info("ranks ready", extra={"num_ranks": size, "threads_of_each": share.num_threads})
+        facts = {"num_ranks": size, "threads_of_each": share.num_threads, "deals_experts": self._deals_experts}
+        log.info("ranks ready", extra=facts)
 
     @property
     def kernels_name(self) -> str:
         """Of a model of time, which is for as many ranks."""
-        return f"{self._local.kernels_name}, {1 + len(self._others)} ranks"
+        dealt = ", experts dealt out" if self._deals_experts else ""
+        return f"{self._local.kernels_name}, {1 + len(self._others)} ranks{dealt}"
 
     def begin(self, step: StepInput) -> Ticket:
         ticket = self._local.begin(step)

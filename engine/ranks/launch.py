@@ -74,6 +74,9 @@ def start_rank(number: int, segment: int, num_threads: int) -> Rank:
 
 def check_supported(settings: EngineSettings) -> None:
     """Raises `ConfigError` for what ranks cannot do."""
+    num_ranks, dealt = settings.tensor_parallel_size, settings.expert_parallel_size
+    if dealt not in (1, num_ranks):
+        raise ConfigError("--expert-parallel-size", f"is 1 or as many as {_FLAG}, which is {num_ranks}: not {dealt}")
     device = choose_device(settings.device).device
     if device != "cpu":
         raise ConfigError(_FLAG, f"needs --device cpu, not {device}: ranks on other devices are not supported yet")

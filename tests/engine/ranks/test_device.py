@@ -148,6 +148,20 @@ def test_answers_are_those_of_one_rank(model: Path, num_ranks: int, mode: str) -
     assert num_preemptions > 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expert_parallel_size": 3}, "is 1 or as many as --tensor-parallel-size, which is 2: not 3"),
+        ({"expert_parallel_size": 2, "tensor_parallel_size": 1}, "needs as many processes: set --tensor-parallel-size"),
+    ],
+)
+def test_experts_are_dealt_out_to_as_many_processes_as_compute(
+    model: Path, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--expert-parallel-size: {words}"):
+        open_device(model, settings_of(2, **changes))
+
+
 def rows() -> list[StepRow]:
     """One of each kind."""
     edits = LogitEdits(repetition_penalty=1.5)

@@ -53,10 +53,13 @@ MIXTURE_671B: dict[str, object] = {
 }
 
 
-def shard(config: dict[str, object], rank: int, size: int) -> Decoder:
+def shard(config: dict[str, object], rank: int, size: int, *, deals_experts: bool = False) -> Decoder:
     (architecture,) = config["architectures"]  # type: ignore[misc]
     description = describe(str(architecture), read_family_config(str(architecture), config), 64)
-    return Decoder(description, num_positions=64, dtype=torch.bfloat16, device=META, group=Nobody(rank, size))
+    group = Nobody(rank, size)
+    return Decoder(
+        description, num_positions=64, dtype=torch.bfloat16, device=META, group=group, deals_experts=deals_experts
+    )
 
 
 def part_of(place: Place) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
@@ -67,10 +70,16 @@ def part_of(place: Place) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...],
     return place.shape, place.part.ranges, math.prod(place.place.shape)
 
 
-def check_that_ranks_have_all(config: dict[str, object], size: int) -> int:
+def check_that_ranks_have_all(config: dict[str, object], size: int, *, deals_experts: bool = False) -> int:
     """Returns how many weights the model has."""
-    by_rank = [shard(config, rank, size).places() for rank in range(size)]
+    by_rank = [shard(config, rank, size, deals_experts=deals_experts).places() for rank in range(size)]
     total = 0
+    if deals_experts:
+        whole = [{name: place for name, place in places.items() if ".experts." in name} for places in by_rank]
+        assert len(set().union(*whole)) == sum(map(len, whole)), "an expert is on one rank"
+        assert max(map(len, whole)) == min(map(len, whole))
+        total += sum(part_of(place)[2] for places in whole for place in places.values())
+        by_rank = [{name: place for name, place in places.items() if ".experts." not in name} for places in by_rank]
     for name in by_rank[0]:
         parts = [part_of(places[name]) for places in by_rank]
         shapes = {shape for shape, _, _ in parts}
@@ -89,15 +98,19 @@ def check_that_ranks_have_all(config: dict[str, object], size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("config", "num_weights"),
+    ("config", "num_weights", "deals_experts"),
     [
-        pytest.param(LLAMA_70B, 70_553_706_496, id="70b"),
-        pytest.param(MIXTURE_671B, 670_343_955_968, id="671b", marks=pytest.mark.slow),
+        pytest.param(LLAMA_70B, 70_553_706_496, False, id="70b"),
+        pytest.param(MIXTURE_671B, 670_343_955_968, False, id="671b", marks=pytest.mark.slow),
+        pytest.param(MIXTURE_671B, 670_343_955_968, True, id="671b-experts-dealt-out", marks=pytest.mark.slow),
     ],
 )
-def test_large_shapes_on_8_ranks(config: dict[str, object], num_weights: int) -> None:
+def test_large_shapes_on_8_ranks(config: dict[str, object], num_weights: int, deals_experts: bool) -> None:
     """Their layers are alike, so all of them are what one is, and what a second adds."""
-    one, two = (check_that_ranks_have_all({**config, "num_hidden_layers": number}, 8) for number in (1, 2))
+    one, two = (
+        check_that_ranks_have_all({**config, "num_hidden_layers": number}, 8, deals_experts=deals_experts)
+        for number in (1, 2)
+    )
     num_layers = config["num_hidden_layers"]
     assert isinstance(num_layers, int)
     assert one + (num_layers - 1) * (two - one) == num_weights
@@ -125,6 +138,28 @@ def test_what_ranks_cannot_share_is_named(changes: dict[str, object], size: int,
 def test_experts_that_ranks_cannot_share_are_named() -> None:
     with pytest.raises(StartupError, match="size 8 does not divide 2044 inner elements of an expert"):
         shard({**MIXTURE_671B, "num_hidden_layers": 1, "moe_intermediate_size": 2044}, 0, 8)
+
+
+def test_experts_that_cannot_be_dealt_out_are_named() -> None:
+    mixture = {**MIXTURE_671B, "num_hidden_layers": 1, "moe_intermediate_size": 2044}
+    assert shard(mixture, 0, 8, deals_experts=True).shard.experts.size == 32
+    with pytest.raises(StartupError, match="--expert-parallel-size 8 leaves a rank without any of 6 experts"):
+        shard({**mixture, "num_experts": 6, "num_experts_per_tok": 2}, 0, 8, deals_experts=True)
+    with pytest.raises(StartupError, match="--expert-parallel-size 8: this model has no experts"):
+        shard({**LLAMA_70B, "num_hidden_layers": 1}, 0, 8, deals_experts=True)
+
+
+def test_experts_of_transformers_code_are_not_dealt_out(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", {"model_type": "gpt_neox", "tie_word_embeddings": False})
+    with pytest.raises(StartupError, match="--expert-parallel-size: model type gpt_neox runs on transformers' code"):
+        build_model(
+            open_model(path),
+            num_positions=8,
+            dtype=torch.float32,
+            device=CPU,
+            group=Nobody(0, 2),
+            deals_experts=True,
+        )
 
 
 def test_transformers_code_is_refused_before_weights_are_read(tmp_path: Path) -> None:
@@ -156,9 +191,14 @@ def test_kv_is_that_of_the_rank_s_heads(num_kv_heads: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3_moe"))]
+    ("name", "deals_experts"),
+    [
+        ("phi3", False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("llama", "qwen3_moe")),
+        ("qwen3_moe_sparse", True),
+    ],
 )
-def test_a_rank_reads_no_more_than_its_part(tmp_path: Path, name: str) -> None:
+def test_a_rank_reads_no_more_than_its_part(tmp_path: Path, name: str, deals_experts: bool) -> None:
     path = make_model(tmp_path / name, {**FAMILIES[name], "vocab_size": 2000, "tie_word_embeddings": False})
     files = open_model(path)
     header, _ = read_safetensors_header(files.weight_files[0])
@@ -166,10 +206,12 @@ def test_a_rank_reads_no_more_than_its_part(tmp_path: Path, name: str) -> None:
     read = []
     for rank in range(4):
         group = Nobody(rank, 4)
-        model = build_model(files, num_positions=64, dtype=torch.float32, device=CPU, group=group)
+        model = build_model(
+            files, num_positions=64, dtype=torch.float32, device=CPU, group=group, deals_experts=deals_experts
+        )
         assert isinstance(model, Decoder)
         places = model.places()
-        num_bytes = load_weights(files, places)
+        num_bytes = load_weights(files, places, may_skip=lambda name: ".experts." in name)
         assert num_bytes == 4 * sum(part_of(place)[2] for place in places.values())
         read.append(num_bytes)
     norms = sum(math.prod(entry["shape"]) * 4 for key, entry in header.items() if "norm" in key or ".gate." in key)

@@ -80,8 +80,8 @@ def greedy(runner: LocalDevice, prompt: Sequence[int], chunk: int, blocks: list[
     return token_ids[len(prompt) :]
 
 
-def compute(group: RankGroup | None, path: Path, kernels: str) -> Computed:
-    runner = make_runner(path, group=group, kernels=kernels)
+def compute(group: RankGroup | None, path: Path, kernels: str, *, deals_experts: bool = False) -> Computed:
+    runner = make_runner(path, group=group, kernels=kernels, expert_parallel_size=group.size if deals_experts else 1)
     first, second = random_sequences([50, 40])
     for sequence in (first, second):
         sequence.token_ids = [token_id % 95 for token_id in sequence.token_ids]
@@ -112,6 +112,21 @@ def check_equal(found: Sequence[Computed], expected: Computed) -> None:
 def test_ranks_give_what_one_rank_gives(ranks: RankProcesses, models: Path, name: str, size: int) -> None:
     path = model(models, name)
     check_equal(ranks.run(size, compute, path, ALL[-1]), compute(None, path, ALL[-1]))
+
+
+EXPERTS = ("mixtral", "qwen3_moe", "qwen3_moe_sparse")  # 5, 6 and 4: some ranks have one more than others
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.slow), ALL[-1]])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS]
+)
+def test_experts_that_are_dealt_out_give_what_one_rank_gives(
+    ranks: RankProcesses, models: Path, name: str, kernels: str, size: int
+) -> None:
+    path = model(models, name)
+    check_equal(ranks.run(size, compute, path, kernels, deals_experts=True), compute(None, path, kernels))
 
 
 @pytest.mark.slow
@@ -153,9 +168,11 @@ def test_a_group_that_would_be_cut_is_named(ranks: RankProcesses, tmp_path: Path
         ranks.run(2, compute_quantised, path)
 
 
-def asked(group: RankGroup, path: Path, temperature: float) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def asked(
+    group: RankGroup, path: Path, temperature: float, expert_parallel_size: int = 1
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     counting = CountingGroup(group)
-    runner = make_runner(path, group=counting)
+    runner = make_runner(path, group=counting, expert_parallel_size=expert_parallel_size)
     counting.asked.clear()
     one = draw(SamplingParams(temperature=temperature, seed=3), 0)
     chunk = StepRow(token_ids=[5, 6, 7, 8, 9], num_computed_tokens=0, block_ids=[0], draw=one)
@@ -175,6 +192,9 @@ def test_collectives_of_a_step(ranks: RankProcesses, models: Path, name: str) ->
     for found in ranks.run(2, asked, model(models, name), 1.0):
         logits = ("all_gather", (2, VOCAB_SIZE // 2), torch.float32)
         assert found == [*reduces, logits, ("all_gather", (2,), torch.int64)]
+    if name == "mixtral":  # a rank adds up what its experts give, so there is no more to exchange if they are dealt out
+        for found in ranks.run(2, asked, model(models, name), 0.0, expert_parallel_size=2):
+            assert found == [*reduces, ("all_gather", (2, 2), torch.float64)]
 
 
 def drawn_twice(group: RankGroup | None, path: Path) -> list[SampledToken | None]:
