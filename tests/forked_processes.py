@@ -142,18 +142,18 @@ class Forks:
 
     def _receive(self, session: pytest.Session) -> None:
         """Waits for messages, and answers them. Processes that a test leaves keep connection and sentinel open."""
-        wait([one.messages for one in self._forked], timeout=0.2)
+        ended = [one for one in self._forked if one.process.exitcode is not None]
+        ready = wait([one.messages for one in self._forked], timeout=0 if ended else 0.2)
         for one in list(self._forked):
-            has_ended = one.process.exitcode is not None  # looked at first: what it has sent until then is read
-            if one.messages.poll():
-                message = None
+            if one.messages in ready:
+                messages = None
                 with contextlib.suppress(EOFError, OSError):  # it has ended; OSError: as it sent
-                    message = one.messages.recv()
-                if message is not None:
-                    self._answer(session, one, message)
-                else:
+                    messages = one.messages.recv()
+                if messages is None:
                     self._end(session, one)
-            elif has_ended:
+                for message in messages or ():
+                    self._answer(session, one, message)
+            elif one in ended:  # and all that it had sent until then was read
                 self._end(session, one)
 
     def _answer(self, session: pytest.Session, one: Forked, message: Message) -> None:
@@ -248,6 +248,7 @@ class Child:
         folders = config._tmp_path_factory
         folders._basetemp = folders.getbasetemp() / f"fork{number}"
         folders._basetemp.mkdir()
+        self._unsent: list[Message] = []
         self._tells = False
         plugins.register(self)  # which calls for all earlier warnings
         self._tells = True
@@ -263,6 +264,7 @@ class Child:
                     self._run_early(early)
             finally:
                 self._tear_down_session()
+            self._send_all()
             status = 0
         except pytest.exit.Exception as error:
             self._send(STOP, why=error.msg)
@@ -309,19 +311,26 @@ class Child:
             hook = self._last.ihook
             hook.pytest_runtest_logreport(report=hook.pytest_runtest_makereport(item=self._last, call=call))
 
-    def _send(self, hook: str, **arguments: Any) -> None:
-        self._messages.send((hook, arguments))
+    def _send(self, hook: str, *, later: bool = False, **arguments: Any) -> None:
+        """`later`: with the next message, since each wakes the first process."""
+        self._unsent.append((hook, arguments))
+        if not later:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        messages, self._unsent = self._unsent, []
+        self._messages.send(messages)
 
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         self._send("pytest_runtest_logstart", nodeid=nodeid, location=location)
 
     def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        self._send("pytest_runtest_logfinish", nodeid=nodeid, location=location)
+        self._send("pytest_runtest_logfinish", later=True, nodeid=nodeid, location=location)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         config = self._session.config
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._send("pytest_runtest_logreport", data=data)
+        self._send("pytest_runtest_logreport", later=report.passed, data=data)
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None
