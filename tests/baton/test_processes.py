@@ -21,15 +21,15 @@ from common.errors import InternalError, StartupError, UnavailableError
 
 # A child that says it is ready, writes its pid (and that it was drained) to files, and ends on SIGTERM.
 GOOD = """
-import os, pathlib, signal, subprocess, sys, time
+import os, pathlib, signal, sys, time
 folder, name, ready = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 def drain(*_):
     with open(folder / "order", "a") as file:
         file.write(name + "\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, drain)
-helper = subprocess.Popen(["sleep", "600"])  # as a worker has its engine
-(folder / f"{name}.tmp").write_text(f"{os.getpid()} {helper.pid}")
+helper = os.posix_spawnp("sleep", ["sleep", "600"], os.environ)  # as a worker has its engine
+(folder / f"{name}.tmp").write_text(f"{os.getpid()} {helper}")
 (folder / f"{name}.tmp").rename(folder / f"{name}.pid")
 print("a line of no importance", flush=True)
 print("ready " + ready, flush=True)
@@ -39,12 +39,15 @@ while True:
 STUBBORN = GOOD.replace("    sys.exit(0)\n", "")
 
 
+PYTHON = [sys.executable, "-I", "-S"]  # no packages: they take longer to find than all else
+
+
 def child(folder: Path, name: str, ready: str = "grpc=h:1 role=prefill", script: str = GOOD) -> list[str]:
-    return [sys.executable, "-c", script, str(folder), name, ready]
+    return [*PYTHON, "-c", script, str(folder), name, ready]
 
 
 def failing(message: str, code: int = 1) -> list[str]:
-    return [sys.executable, "-c", f"import sys; print({message!r}, file=sys.stderr); sys.exit({code})"]
+    return [*PYTHON, "-c", f"import sys; print({message!r}, file=sys.stderr); sys.exit({code})"]
 
 
 def stack_of(
@@ -118,8 +121,8 @@ def test_a_child_that_cannot_start_ends_all_and_its_reason_is_told(
     ("argv", "reason"),
     [
         (failing("Killed by nobody", 3), "ended with exit code 3: Killed by nobody"),
-        ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "ended by SIGKILL"),
-        ([sys.executable, "-c", ""], "ended with exit code 0"),
+        ([*PYTHON, "-c", "import os; os.kill(os.getpid(), 9)"], "ended by SIGKILL"),
+        ([*PYTHON, "-c", ""], "ended with exit code 0"),
     ],
 )
 def test_reasons_of_children_that_gave_none(argv: list[str], reason: str, tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ FIRST_CORE = min(usable_cores())
     ],
 )
 def test_cores_of_a_command(wanted: tuple[int, ...], code: int, out: str, err: str) -> None:
-    show = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    show = [*PYTHON, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
     done = subprocess.run(tethered(show, wanted), check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (code, out, err)
 
@@ -259,7 +262,7 @@ def test_a_signal_drains_while_a_worker_waits_for_its_start(tmp_path: Path) -> N
 
 
 def test_a_child_that_never_gets_ready(tmp_path: Path) -> None:
-    silent = [sys.executable, "-c", "import time; time.sleep(600)"]
+    silent = [*PYTHON, "-c", "import time; time.sleep(600)"]
     with pytest.raises(StartupError, match=r"^not ready after 0\.5 s \(--start-timeout\): waiting for .*silent"):
         run(stack_of(tmp_path, {"silent": silent}, start_timeout=0.5), work=lambda _: 0)
     all_gone(tmp_path)
@@ -368,7 +371,7 @@ def test_children_do_not_inherit_settings(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("BATON_NUM_BLOCKS", "1")
     code = "import os, sys; sys.exit(f'baton x: error: {sorted(k for k in os.environ if k.startswith(\"BATON_\"))}')"
     with pytest.raises(StartupError, match=r"^odd could not start: \[\]$"):
-        run(stack_of(tmp_path, {"odd": [sys.executable, "-c", code]}), work=lambda _: 0)
+        run(stack_of(tmp_path, {"odd": [*PYTHON, "-c", code]}), work=lambda _: 0)
 
 
 def test_reason_is_the_last_error_line(tmp_path: Path) -> None:

@@ -50,6 +50,19 @@ ONE_OF_TWO = [{"required": ["a"]}, {"required": ["b"]}]
 MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
 
 
+each_way = pytest.mark.parametrize(  # all of which come to the same compiler
+    "way", ["json_schema", *(pytest.param(way, marks=pytest.mark.slow) for way in ("structural_tag", "lark"))]
+)
+
+
+@pytest.mark.parametrize("way", ["structural_tag", "lark"])
+def test_schemas_in_tags_and_grammars_are_kept_and_refused_too(way: str) -> None:
+    test_kept_to_the_letter({"oneOf": TAGGED}, ['{"kind": "cat", "x": 1}'], ['{"kind": "cat", "x": "a"}'], way)
+    test_kept_to_the_letter({"type": "object", "oneOf": ONE_OF_TWO}, [A, B], [AB, "{}"], way)
+    test_kept_to_the_letter({"type": "number", "minimum": -(2**63)}, ["0.5"], ["-9223372036854775809"], way)
+    test_refused_by_keyword_and_pointer({"type": "integer", "multipleOf": 9999991}, "multipleOf at #", way)
+
+
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
@@ -277,7 +290,7 @@ MAP = {"type": "object", "additionalProperties": {"type": "boolean"}}
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
-@pytest.mark.parametrize("way", ["json_schema", "structural_tag", "lark"])
+@each_way
 def test_kept_to_the_letter(schema: dict[str, Any], good: list[str], bad: list[str], way: str) -> None:
     matcher = matcher_of(_by(way, schema))
     assert [text for text in good if not takes_some_order(matcher, json.loads(text), text)] == []
@@ -358,7 +371,7 @@ def _by(way: str, schema: object) -> Guided:
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
-@pytest.mark.parametrize("way", ["json_schema", "structural_tag", "lark"])
+@each_way
 def test_refused_by_keyword_and_pointer(schema: dict[str, Any], words: str, way: str) -> None:
     place = {
         "json_schema": "json_schema",

@@ -38,6 +38,16 @@ each_path = pytest.mark.parametrize(
         *((name, VARIANTS[-1]) for name in ON_TRANSFORMERS if VARIANTS),
     ],
 )
+some_paths = pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        *((name, "torch") for name in ("llama", "deepseek_v3")),
+        *(pytest.param(name, "torch", marks=pytest.mark.slow) for name in ("gemma3", "qwen3_moe")),
+        *(pytest.param(name, "torch", marks=pytest.mark.slow) for name in ON_TRANSFORMERS[:-1]),
+        *((name, VARIANTS[-1]) for name in ON_TRANSFORMERS[:1] if VARIANTS),
+        *(pytest.param(name, VARIANTS[-1], marks=pytest.mark.slow) for name in ON_TRANSFORMERS[1:] if VARIANTS),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +105,7 @@ def ask(core: EngineCore, request_id: str) -> None:
     core.handle(m.AddRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params))
 
 
-@each_path
+@some_paths
 def test_requests_come_and_go_in_mid_step(models: Path, name: str, kernels: str) -> None:
     path, expected = model(models, name), {}
     for request_id in "ac":

@@ -204,6 +204,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_without_a_hub_it_says_what_to_do(tmp_path: Path) -> None:
     line = last_line(ensure("org/tiny", tmp_path / "home", HF_ENDPOINT="http://127.0.0.1:9"))
     assert "model org/tiny: it is not in the cache" in line

@@ -123,7 +123,7 @@ def test_the_reference(shape: AttentionShape) -> None:
 
 
 @every_shape
-@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4)])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 4)])
 def test_torch_backend(seed: int, shape: AttentionShape) -> None:
     compare(make_backend("torch", shape), seed)
 

@@ -56,7 +56,7 @@ def test_chunk_sizes(model_dir: Path, chunk: int, attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["torch", "reference"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_mixed_batches(model_dir: Path, attention: str, seed: int) -> None:
     """Prompts of very different lengths, first and later chunks and single tokens in the same steps."""
     rng = random.Random(seed)

@@ -100,7 +100,9 @@ def rename(path: Path, old: str, new: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "a head of its own"])
+@pytest.mark.parametrize(
+    "is_tied", [pytest.param(True, id="tied"), pytest.param(False, id="a head of its own", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("model_type", PARTS)
 def test_text_alone_is_computed_alike(
     tmp_path: Path, model_type: str, is_tied: bool, caplog: pytest.LogCaptureFixture

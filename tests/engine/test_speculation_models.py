@@ -26,7 +26,7 @@ from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE, expected_
 from tests.router.tiny_tokenizer import tokenizer_files
 from tests.support.fake_device import add, assert_idle, run, tokens_of
 
-QUICK = ("llama", "mistral", "gemma2")
+QUICK = ("llama", "gemma2")
 
 
 @pytest.fixture(scope="module")

@@ -296,7 +296,7 @@ def test_a_store_beside_nixl_has_its_volume() -> None:
         ({"kv.settings.kv_dir_size_gb": 4.5}, 4.5),
     ],
 )
-@pytest.mark.parametrize("how", ["connector", "store"])
+@pytest.mark.parametrize("how", ["connector", pytest.param("store", marks=pytest.mark.slow)])
 def test_the_store_is_limited_by_its_volume(how: str, values: dict[str, object], limit: float) -> None:
     settings = settings_of(render({f"kv.{how}": "shared_storage", **values}), "demo-baton-decode")
     assert settings["kv_dir_size_gb"] == pytest.approx(limit)

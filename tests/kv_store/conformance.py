@@ -283,6 +283,7 @@ class ConnectorConformance:
         assert {result.error for result in results} == {None}
         assert all(consumer.bytes_of(63 - block_id) == producer.bytes_of(block_id) for block_id in range(64))
 
+    @pytest.mark.slow  # the queue's turns alone: test_fair_queue.py
     def test_a_short_fetch_does_not_wait_for_a_long_one(self, workers: Callable[..., Worker]) -> None:
         """They share the link: the short one is done when a good part of the long one is still to come."""
         if not self.takes_turns:

@@ -209,7 +209,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------------------- between processes
 
 
-@pytest.fixture(params=["shared memory", "tcp"])
+@pytest.fixture(params=["shared memory", pytest.param("tcp", marks=pytest.mark.slow)])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")

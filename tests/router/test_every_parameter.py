@@ -108,6 +108,7 @@ async def test_grpc(router: RunningRouter, worker: FakeWorker, name: str) -> Non
     assert getattr(in_the_engine(worker.requests[0]), name) == value
 
 
+@pytest.mark.slow
 @every_parameter
 async def test_client(router: RunningRouter, worker: FakeWorker, name: str) -> None:
     value = example(name)[0]
@@ -121,6 +122,7 @@ async def test_client(router: RunningRouter, worker: FakeWorker, name: str) -> N
     assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value, value]
 
 
+@pytest.mark.slow
 @every_parameter
 async def test_async_client(router: RunningRouter, worker: FakeWorker, name: str) -> None:
     value = example(name)[0]

@@ -399,6 +399,7 @@ async def test_a_watcher_that_reads_nothing_holds_up_nobody(router: RunningRoute
     writer.close()
 
 
+@pytest.mark.slow
 async def test_nothing_is_read_for_a_missing_key(worker: FakeWorker, tmp_path: Path) -> None:
     """Messages near the largest, at a router in a process of its own: what it needs at most stays what it was."""
     (tmp_path / "keys").write_text(KEY)

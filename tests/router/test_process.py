@@ -28,7 +28,8 @@ sys.exit("torch" in sys.modules or "transformers" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains(worker: FakeWorker, number: signal.Signals) -> None:
     async with running(processes=1, decode=[worker.address]) as router:
         assert router.url.startswith("http://127.0.0.1:")

@@ -101,6 +101,7 @@ async def test_the_level_of_the_log(path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+@pytest.mark.slow
 async def test_sighup(worker: FakeWorker, path: Path) -> None:
     async with running_with_file(path, worker.address) as router:
         write(path, "{max_running: 2, drain_timeout: 1}")

@@ -150,7 +150,9 @@ def played(case: str, *, leap: bool = False) -> Outcome:
     return served(traffic(SimulateSettings.model_validate(settings)), **settings)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("1P1D", "scarce") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_leaps_come_to_the_same_as_exact_steps(case: str) -> None:
     """Workers that leap report loads and blocks when they would without, so that requests go to the same ones."""
     exact, leaps = played(case), played(case, leap=True)

@@ -108,7 +108,7 @@ def differences(steps: list[ComparedStep]) -> list[str]:
     return [line for step in steps for line in step.differences]
 
 
-@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("skip", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernels", ALL)
 def test_mixed_rows_are_equal_on_every_variant(model_dir: Path, tmp_path: Path, kernels: str, skip: int) -> None:
     """Also if the record begins after the prompts, whose KV is then in the file."""

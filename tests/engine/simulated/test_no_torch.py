@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.router.tiny_tokenizer import endless_tokenizer_files
 
 ENGINE = """
@@ -37,6 +39,7 @@ print({"torch", "transformers", "tokenizers.tokenizers"} & set(sys.modules))
 """
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_simulated_device_has_no_torch(tmp_path: Path) -> None:
     for name, content in endless_tokenizer_files().items():
         (tmp_path / name).write_bytes(content)
