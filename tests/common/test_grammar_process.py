@@ -101,7 +101,9 @@ def process(request: pytest.FixtureRequest, tokens: ModelTokens) -> Iterator[Gra
     process.close()
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "ebnf" else ()) for name in HOSTILE]
+)
 def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(process: GrammarProcess, name: str) -> None:
     guided, words = HOSTILE[name]
     process.check(GOOD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -16,10 +17,16 @@ from prometheus_client import REGISTRY
 from common.config import RouterSettings
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2_grpc, router_pb2_grpc
+from router.api.rest.app import BODIES
+from router.api.rest.openai.sampling_fields import schemas
+from router.fleet import served_model
 from router.fleet.patience import PATIENCE, Patience
 from router.running.retries import DispatchLimits
 from router.server import serve
 from tests.support.fake_worker import FakeWorker
+from text.tokenizer import Tokenizer, load_tokenizer
+
+schemas(BODIES)  # each process that starts a router does it once, if the one that forks them has not done so
 
 SETTINGS = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "drain_timeout": 5.0}
 
@@ -53,6 +60,17 @@ def no_certificates_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: 
     that it needs, when it does. Tests of TLS name their own."""
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path_factory.getbasetemp()))
+
+
+@functools.lru_cache(maxsize=16)
+def _tokenizer(files: tuple[tuple[str, bytes], ...]) -> Tokenizer:
+    return load_tokenizer(dict(files))
+
+
+@pytest.fixture(autouse=True)
+def tokenizers_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most workers of tests have the same files. A router compiles their template for longer than many a test takes."""
+    monkeypatch.setattr(served_model, "load_tokenizer", lambda files: _tokenizer(tuple(sorted(files.items()))))
 
 
 @pytest.fixture

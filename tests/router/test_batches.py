@@ -207,6 +207,13 @@ async def test_tenants_see_their_own(worker: FakeWorker, start_router: StartRout
             await asyncio.sleep(0.02)
 
 
+@pytest.fixture
+def long_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine half a second may pass between two requests of one client."""
+    monkeypatch.setattr("router.make_batches.QUIET_S", 3.0)
+
+
+@pytest.mark.usefixtures("long_quiet")
 async def test_a_line_makes_way_and_goes_on_where_it_stopped(router: RunningRouter, worker: FakeWorker) -> None:
     worker.hang_after = 2
     pauses = sample("baton_router_batch_pauses_total")
