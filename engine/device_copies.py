@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 
 import torch
@@ -24,6 +25,12 @@ def to_device(
     was given."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
     return page_locked(tensor, device).to(device, non_blocking=True)
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` this thread's current one. Triton launches its kernels there, wherever their tensors lie, and each
+    new thread begins with the first CUDA device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait_for(device: torch.device) -> None:

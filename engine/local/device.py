@@ -25,7 +25,7 @@ from engine.attention.registry import attention_backend
 from engine.blocks.host_tier import BlockCopy
 from engine.context_length import fit_context
 from engine.device import Device, DeviceInfo, KVPlane, StepGivenUp, Ticket, do_nothing
-from engine.device_copies import read, to_device, wait_for
+from engine.device_copies import as_current, read, to_device, wait_for
 from engine.local.graphs import DecodeGraphs, graph_sizes
 from engine.local.host_cache import allocate_host_cache, copy_blocks
 from engine.local.loading import LoadedModel, load_model
@@ -158,7 +158,8 @@ class LocalDevice(Device):
         start = time.perf_counter()
         try:
             rows = [row if row.first is None else self._resolved(row, row.first) for row in step.rows]
-            output = self._compute(rows, beside)
+            with as_current(self.device):
+                output = self._compute(rows, beside)
         except StepGivenUp:
             return StepOutput.given_up(step)
         except Exception as error:
@@ -184,7 +185,7 @@ class LocalDevice(Device):
         for row in warm_up_rows(self.info):
             self.execute([row])
         if self._graph_sizes and self._attention.has_fixed_decode:
-            with torch.inference_mode():
+            with as_current(self.device), torch.inference_mode():
                 self._graphs = DecodeGraphs(
                     self._model, self._attention, spare_block=self.info.num_blocks, sizes=self._graph_sizes
                 )

@@ -1,27 +1,34 @@
 """Recorded decode steps give what the same steps give, and write where they write.
 
-The recorder here calls the function again, on the memory that the graph was made with. So all but the recording is
-tested: which size a step takes, padding, and that every input lies in that memory (FlashInfer's fakes read it there).
+The recorder here calls the function again, and fails if a graph would have done something else: if the function
+launches other kernels than when it was recorded, gives them other numbers, or has them read memory that has moved
+since. So all but the recording is tested: which size a step takes, padding, and that every input lies where the graph
+reads it.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from engine.attention.base import AttentionShape
 from engine.attention.flashinfer import FlashInferBackend
+from engine.layers import Linear
 from engine.local.device import LocalDevice
 from engine.local.graphs import DecodeGraphs, Replay, graph_sizes
+from engine.models.base import CausalLM
+from engine.models.decoder import Decoder
 from engine.sampling.draws import draw
 from engine.step import Scoring, StepRow
-from tests.engine.fake_flashinfer import fake_flashinfer
+from tests.engine.fake_flashinfer import FakeDecodeWrapper, fake_flashinfer
 from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, full_logprobs, make_model
 
 NUM_BLOCKS = 40
@@ -35,18 +42,91 @@ UNLIKE = (
 )
 
 
+class Launches(TorchDispatchMode):
+    """What a graph of the kernels launched meanwhile would consist of: which ones, the numbers and shapes that they are
+    given, and the address of what they read that none of them has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[tuple[object, ...]] = []
+        self._made: dict[int, torch.Tensor] = {}  # by address; kept, so that nothing else gets the address
+        self._is_in_kernel = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        return self.launch(str(func), (args, kwargs or {}), lambda: func(*args, **(kwargs or {})))
+
+    def launch(self, name: str, given: object, kernel: Callable[[], object]) -> object:
+        """`kernel` counts as one, whatever it calls."""
+        if self._is_in_kernel:
+            return kernel()
+        self._is_in_kernel = True
+        try:
+            out = kernel()
+        finally:
+            self._is_in_kernel = False
+        read = set()
+        facts: list[object] = [name]
+        for one in leaves(given):
+            if not isinstance(one, torch.Tensor):
+                facts.append(one)
+                continue
+            read.add(one.untyped_storage().data_ptr())
+            facts.append((tuple(one.shape), None if one.untyped_storage().data_ptr() in self._made else one.data_ptr()))
+        self.launched.append(tuple(facts))
+        for one in leaves(out):
+            if isinstance(one, torch.Tensor) and (address := one.untyped_storage().data_ptr()) not in read:
+                self._made[address] = one
+        return out
+
+
+def leaves(value: object) -> Iterator[object]:
+    if isinstance(value, dict):
+        value = list(value.items())
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    for one in value:
+        yield from leaves(one)
+
+
 class Recorder:
-    """Stands for CUDA graphs."""
+    """Stands for CUDA graphs, which share their memory: each replay overwrites the results of all others."""
 
     def __init__(self) -> None:
         self.replayed = 0
+        self.launches: Launches | None = None  # of the function that runs
+        self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, compute: Replay) -> Replay:
+        outputs, recorded = self._run(compute)
+        self._outputs.append(outputs)
+
         def replay() -> tuple[torch.Tensor, torch.Tensor]:
             self.replayed += 1
-            return compute()
+            (logits, best), launched = self._run(compute)
+            assert len(launched) == len(recorded)
+            for now, then in zip(launched, recorded, strict=True):
+                assert now == then, "a graph does what was done when it was recorded"
+            for other_logits, other_best in self._outputs:
+                other_logits.fill_(float("nan"))
+                other_best.fill_(-1)
+            outputs[0].copy_(logits)
+            outputs[1].copy_(best)
+            return outputs
 
         return replay
+
+    def _run(self, compute: Replay) -> tuple[tuple[torch.Tensor, torch.Tensor], list[tuple[object, ...]]]:
+        with Launches() as self.launches:
+            outputs = compute()
+        launched, self.launches = self.launches.launched, None
+        return outputs, launched
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("gemma2", marks=pytest.mark.slow), "qwen3_moe"])
@@ -57,6 +137,17 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def make_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> type[LocalDevice]:
     fake_flashinfer(monkeypatch)
+    run = FakeDecodeWrapper.run
+
+    def run_as_one_kernel(wrapper: FakeDecodeWrapper, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> object:
+        launches = recorders[-1].launches if recorders else None
+        if launches is None:
+            return run(wrapper, q, paged_kv_cache)
+        given = ("attend", q, paged_kv_cache, wrapper.fixed)
+        return launches.launch("attend", given, lambda: run(wrapper, q, paged_kv_cache))
+
+    monkeypatch.setattr(FakeDecodeWrapper, "run", run_as_one_kernel)
+    recorders: list[Recorder] = []
 
     class Device(LocalDevice):
         """A model on the CPU with FlashInfer's tables, and a block more than it tells of."""
@@ -74,14 +165,31 @@ def make_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> type[LocalDevice
             )
             self._attention = FlashInferBackend(self.blocks, spec, shape)
             self.recorder = Recorder()
+            multiply_experts_as_on_a_device(model)
 
         def record(self) -> None:
+            recorders.append(self.recorder)
             with torch.inference_mode():
                 self._graphs = DecodeGraphs(
                     self._model, self._attention, spare_block=NUM_BLOCKS, sizes=SIZES, recorder=self.recorder
                 )
 
     return Device
+
+
+def multiply_experts_as_on_a_device(model: CausalLM) -> None:
+    """All of a layer in one call, and not one by one, as on a CPU."""
+    assert isinstance(model, Decoder)
+    for layer in model.layers:
+        if layer.experts is not None:
+            mlps = layer.experts.mlps
+            gate_up = stacked(mlps.gate_ups, model.hidden_size)
+            mlps._stacks = gate_up, stacked(mlps.downs, gate_up.shape[1] // 2)
+
+
+def stacked(linears: Sequence[Linear], in_features: int) -> torch.Tensor:
+    """Their weights, `[len(linears), out_features, in_features]`."""
+    return torch.stack([linear(torch.eye(in_features)).T for linear in linears])
 
 
 def prompts(rng: random.Random) -> list[tuple[list[int], list[int]]]:
@@ -161,6 +269,30 @@ def test_what_a_graph_takes(make_device: type[LocalDevice]) -> None:
         StepRow(token_ids=[1], num_computed_tokens=4, block_ids=[0], score=Scoring(start=0, token_ids=[2], num_top=0)),
     ):
         assert not graphs.takes([single, other])
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda states, step: states[:step],
+        lambda states, step: states * step,
+        lambda states, step: states.clone() + (states if step == 1 else states.clone()),
+        lambda states, step: torch.ones(2, 3) if step == 1 else torch.zeros(2, 3),
+    ],
+    ids=["another size", "another number", "another place", "another kernel"],
+)
+def test_what_a_graph_cannot_repeat_is_noticed(forward: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    step, states = 1, torch.ones(2, 3)
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        out = forward(states, step)
+        return out, out.argmax(-1)
+
+    replay = Recorder()(compute)
+    replay()
+    step = 2
+    with pytest.raises(AssertionError):
+        replay()
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 64, 100, 256, 1000])

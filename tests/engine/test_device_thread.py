@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +87,33 @@ def test_a_step_begins_while_another_one_is_computed() -> None:
     assert threading.current_thread() not in device.threads
     assert device.kv_cache[3].ge(0).all()
     assert device.kv_cache[[7, 8, 9]].eq(-1).all()
+
+
+def test_a_step_is_computed_with_its_device_as_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is current is a thread's own: a new thread begins with the first CUDA device."""
+    current: set[tuple[str, torch.device]] = set()
+
+    @contextmanager
+    def as_current(device: torch.device) -> Iterator[None]:
+        entered = threading.current_thread().name, device
+        current.add(entered)
+        yield
+        current.remove(entered)
+
+    computed: list[tuple[str, torch.device]] = []
+
+    class Noting(LocalDevice):
+        def _compute(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> StepOutput:
+            computed.extend(current)
+            return super()._compute(rows, between_layers)
+
+    monkeypatch.setattr("engine.local.device.as_current", as_current)
+    path = make_model(tmp_path / "llama", FAMILIES["llama"])
+    settings = EngineSettings(device="cpu", dtype="float32", num_blocks=8, kernels="torch")
+    with thread_of(Noting(path, settings)) as thread:
+        thread.end(thread.begin(StepInput(number=1, rows=[prompt_of([1, 2], [0])])))
+    assert computed == [("device", torch.device("cpu"))]
+    assert not current
 
 
 def test_messages_pass_until_the_step_has_ended() -> None:
