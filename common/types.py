@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -154,6 +155,11 @@ class KVCacheSpec:
 SLACKS_S = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Seconds that `WorkerLoad.queued_by_slack` is told for."""
 LOAD_INTERVAL_S = 0.05  # a worker tells of its load when it changes, at most this often
+
+
+def request_tag(request_id: str) -> int:
+    """What names a request in reports of load: the CRC-32 of its id."""
+    return zlib.crc32(request_id.encode())
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from common.batch_time import BatchTime
 from common.block_hash import root_hash
 from common.config import EngineSettings
 from common.errors import OverloadedError
-from common.types import FinishReason, WorkerLoad
+from common.types import FinishReason, WorkerLoad, request_tag
 from engine import messages as m
 from engine.arrivals import Arrivals
 from engine.blocks.block_manager import BlockManager
@@ -55,6 +55,7 @@ from kv_store.no_store import NoStore
 
 log = logging.getLogger(__name__)
 
+MAX_COUNTED = 1024  # newcomers that are named with the next load, the last ones
 MAX_AHEAD = 16  # steps begun ahead in a row: housekeeping, which comes between steps, waits no longer
 
 
@@ -102,6 +103,7 @@ class EngineCore:
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
         self._goes_by_slack = False  # as was told last
         self._traced: set[str] = set()  # ids of requests that are told of their steps
+        self._counted: deque[int] = deque(maxlen=MAX_COUNTED)
         self.blocks = BlockManager(
             info.num_blocks,
             info.spec.block_size,
@@ -193,11 +195,13 @@ class EngineCore:
             case m.AddRequest():
                 if command.traceparent:
                     self._traced.add(command.request_id)
+                self._count(command.request_id)
                 self._arrivals.add(command)
                 self._queue_ready()
             case m.Embed():
                 if command.traceparent:
                     self._traced.add(command.request_id)
+                self._count(command.request_id)
                 self._arrivals.embed(command)
                 self._queue_ready()
             case m.RemoteBlocksPublished():
@@ -404,6 +408,17 @@ class EngineCore:
         """Events since the last call."""
         events, self._events = self._events, []
         return events
+
+    def take_counted(self) -> tuple[int, ...]:
+        """Tags (`request_tag`) of the requests that came since the last call. To be told with the load that counts
+        them: their routers add them to the load until then."""
+        counted = tuple(self._counted)
+        self._counted.clear()
+        return counted
+
+    def _count(self, engine_id: str) -> None:
+        """The front adds a number to the id that the router knows."""
+        self._counted.append(request_tag(engine_id.rpartition("#")[0] or engine_id))
 
     def take_block_news(self) -> list[m.Event]:
         """Names of blocks that became findable or were lost since the last call, as one event; none if nothing

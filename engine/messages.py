@@ -334,6 +334,7 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
 
 class LoadChanged(msgspec.Struct, tag=True, frozen=True):
     load: WorkerLoad
+    counted_requests: tuple[int, ...] = ()  # tags (`request_tag`) of those that came since the load before
 
 
 class BlocksChanged(msgspec.Struct, tag=True, frozen=True):

@@ -13,10 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
@@ -282,10 +282,9 @@ class _Loop:
         with self._profiler.step(output):
             self._is_busy = self._core.end(self._core.begin(output), self._pass_messages)
         now = time.monotonic()
-        load = self._reporter.due(lambda: self._core.load, now)
         self._send(
             [
-                *([m.LoadChanged(load)] if load is not None else []),
+                *self._reporter.due(self._core, now),
                 *self._metrics.due(now),
                 *self._times.due(now),
                 *self._profiler.due(),
@@ -315,9 +314,18 @@ class _Loop:
         self._last_sent = now
 
 
+class _Loaded(Protocol):
+    """The part of `EngineCore` that is reported here."""
+
+    @property
+    def load(self) -> WorkerLoad: ...
+
+    def take_counted(self) -> tuple[int, ...]: ...
+
+
 class _LoadReporter:
-    """Looks at the load at once, then after each turn, at most every LOAD_INTERVAL_S, and reports what has changed. A
-    look goes through all that waits, so it is not made at each step."""
+    """Looks at the load at once, then after each turn, at most every LOAD_INTERVAL_S, and reports it if it has changed
+    or a request has come. A look goes through all that waits, so it is not made at each step."""
 
     def __init__(self) -> None:
         self._last: WorkerLoad | None = None
@@ -329,17 +337,17 @@ class _LoadReporter:
         due_s = self._looked_at + LOAD_INTERVAL_S - now if self._is_pending else IDLE_POLL_S
         return max(int(due_s * 1000), 1)
 
-    def due(self, look: Callable[[], WorkerLoad], now: float) -> WorkerLoad | None:
-        """The load if it has to be reported now."""
+    def due(self, core: _Loaded, now: float) -> list[m.Event]:
+        """The load, if it has to be reported now."""
         self._is_pending = now - self._looked_at < LOAD_INTERVAL_S
         if self._is_pending:
-            return None
+            return []
         self._looked_at = now
-        load = look()
-        if load == self._last:
-            return None
+        load, counted = core.load, core.take_counted()
+        if load == self._last and not counted:
+            return []
         self._last = load
-        return load
+        return [m.LoadChanged(load, counted)]
 
 
 class _MetricsReporter:

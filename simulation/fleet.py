@@ -513,9 +513,9 @@ class Fleet:
         self._busy_s[worker.role] += worker.busy_s
         self._num_steps += worker.num_steps
 
-    def _report_load(self, worker: SimulatedWorker, load: WorkerLoad) -> None:
+    def _report_load(self, worker: SimulatedWorker, load: WorkerLoad, counted: Sequence[int]) -> None:
         if worker.address in self._members:
-            self._router.report_load(worker.address, load, self._clock.now)
+            self._router.report_load(worker.address, load, self._clock.now, counted)
 
     def _report_late(self, late: LateRequest) -> None:
         """A worker holds the targets of a request for missed, and refuses it or serves it after all."""

@@ -10,7 +10,7 @@ import grpc
 
 from common.batch_time import BatchTime
 from common.targets import LatencyTargets
-from common.types import WorkerLoad, WorkerRole, WorkerState
+from common.types import WorkerLoad, WorkerRole, WorkerState, request_tag
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import RoleTaken
 from router.fleet.fleet import Fleet
@@ -78,8 +78,8 @@ class SimulatedRouter:
             pass
         self._fleet = None
 
-    def report_load(self, address: str, load: WorkerLoad, now: float) -> None:
-        self._records[address].take_load(load, now)
+    def report_load(self, address: str, load: WorkerLoad, now: float, counted: Iterable[int] = ()) -> None:
+        self._records[address].take_load(load, now, counted)
         self._changed.add(address)
 
     def report_blocks(self, address: str, stored: bytes, removed: bytes) -> None:
@@ -122,11 +122,11 @@ class SimulatedRouter:
         token_s = None if targets.tpot_ms is None else targets.tpot_ms / 1000
         return self.first_tokens.target(targets.ttft_ms / 1000 - age_s, token_s)
 
-    def send(self, key: object, now: float, decision: RoutingDecision, block_names: Sequence[bytes]) -> None:
+    def send(self, key: str, now: float, decision: RoutingDecision, block_names: Sequence[bytes]) -> None:
         """Counts a request where `decision` sends it, until `ended`."""
         for address, num_missing in load_of(decision).items():
             self._index.expect(address, block_names, now)
-            self._records[address].send(key, Sent(now, num_missing))
+            self._records[address].send(key, Sent(now, num_missing, request_tag(key)))
             self._changed.add(address)
 
     def ended(self, key: object, decision: RoutingDecision) -> None:

@@ -113,7 +113,7 @@ class SimulatedWorker:
         leaps: bool,
         host: HostTime,
         emit: Callable[[SimulatedWorker, m.Event], None],
-        report_load: Callable[[SimulatedWorker, WorkerLoad], None],
+        report_load: Callable[[SimulatedWorker, WorkerLoad, Sequence[int]], None],
         report_blocks: Callable[[SimulatedWorker, bytes, bytes], None],
         report_late: Callable[[LateRequest], None],
     ) -> None:
@@ -377,10 +377,10 @@ class SimulatedWorker:
             self._load_due = now + LOAD_INTERVAL_S
             self._has_changed = leap is not None  # it changes all the time
             self._told_in = leap
-            load = core.load
-            if load != self._last_load:
+            load, counted = core.load, core.take_counted()
+            if load != self._last_load or counted:
                 self._last_load = load
-                self._report_load(self, load)
+                self._report_load(self, load, counted)
         if core.blocks.news and now >= self._blocks_due:
             self._blocks_due = now + BLOCKS_INTERVAL_S
             self._report_blocks(self, *core.blocks.news.take())

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,6 +61,7 @@ class EngineClient:
         self._ready: asyncio.Future[m.EngineReady] = asyncio.get_running_loop().create_future()
         self._silence_s = 0.0  # how long the engine has said nothing
         self.load = WorkerLoad()
+        self.counted_requests: Sequence[int] = ()  # see `m.LoadChanged`
         self.batch_time: m.BatchTimeChanged | None = None  # the latest, with the latest model
         self.calls = EngineCalls(self.send)
         self.blocks = BlockFeed(lambda: self.send(m.GetBlocks()))
@@ -215,8 +216,8 @@ class EngineClient:
                 pass
             case m.EngineFailed(message):
                 self._failure = message
-            case m.LoadChanged(load):
-                self.load = load
+            case m.LoadChanged(load, counted):
+                self.load, self.counted_requests = load, counted
                 _show_load(load)
                 await self.notify_load()
             case m.BlocksChanged(stored, removed):

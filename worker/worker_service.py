@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -93,7 +93,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._num_watchers += 1
         try:
             while not worker.engine.died.is_set():
-                yield _load(worker, worker.engine.load)
+                yield _load(worker, worker.engine.load, worker.engine.counted_requests)
                 if self._num_watchers <= NUM_PROMPT_WATCHERS:
                     await worker.engine.load_change(HEARTBEAT_S)
                 else:  # as many streams as the port allows come to their turn before a router gives a silent one up
@@ -253,7 +253,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 yield part
 
 
-def _load(worker: Worker, load: WorkerLoad) -> worker_pb2.WorkerLoad:
+def _load(worker: Worker, load: WorkerLoad, counted: Sequence[int] = ()) -> worker_pb2.WorkerLoad:
     known, roles = worker.engine.batch_time, worker.roles
     return message_of(
         load,
@@ -264,6 +264,7 @@ def _load(worker: Worker, load: WorkerLoad) -> worker_pb2.WorkerLoad:
         role=role_to_proto(roles.role) if roles.moves else worker_pb2.WORKER_ROLE_UNSPECIFIED,
         num_role_shifts=roles.num_shifts,
         role_pinned=roles.is_pinned,
+        counted_requests=counted,
     )
 
 

@@ -21,7 +21,7 @@ from common import metrics
 from common.errors import ModelNotFoundError, UnavailableError
 from common.grpc.transport import Channels
 from common.process.tasks import VitalTasks
-from common.types import WorkerRole, WorkerState
+from common.types import WorkerRole, WorkerState, request_tag
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of
 from router.fleet.block_watch import BlockWatch
@@ -212,10 +212,12 @@ class Registry:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
-    def sending(self, tokens: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+    def sending(self, tokens: Mapping[str, int], request_id: str = "") -> contextlib.AbstractContextManager[None]:
         """Counts a request as running on these workers, and as load until they report it themselves. `tokens`: by
-        address, how many prompt tokens the worker computes."""
-        return _Sending(self, [(self._workers[one], num) for one, num in tokens.items() if one in self._workers])
+        address, how many prompt tokens the worker computes. `request_id`: as workers get it; empty if it is sent to
+        them by somebody else."""
+        tag = request_tag(request_id) if request_id else None
+        return _Sending(self, [(self._workers[one], num) for one, num in tokens.items() if one in self._workers], tag)
 
     def count_requests(self, address: str, change: int) -> None:
         """Updates the metric of running requests. A former worker's address leaves the metric with its last request."""
@@ -352,16 +354,17 @@ class Registry:
 class _Sending:
     """See `Registry.sending`. A generator would cost each request more."""
 
-    __slots__ = ("_registry", "_workers")
+    __slots__ = ("_registry", "_tag", "_workers")
 
-    def __init__(self, registry: Registry, workers: Sequence[tuple[WorkerRecord, int]]) -> None:
+    def __init__(self, registry: Registry, workers: Sequence[tuple[WorkerRecord, int]], tag: int | None) -> None:
         self._registry = registry
         self._workers = workers
+        self._tag = tag
 
     def __enter__(self) -> None:
         now = time.monotonic()
         for worker, num_tokens in self._workers:
-            worker.send(self, Sent(now, num_tokens))
+            worker.send(self, Sent(now, num_tokens, self._tag))
             self._registry.count_requests(worker.address, 1)
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -19,6 +21,7 @@ from router.fleet.served_model import ServedModel, why_excluded
 class Sent:
     at: float  # time.monotonic()
     num_tokens: int  # of the prompt, that the worker computes
+    tag: int | None = None  # by which the worker names it once it counts it (`request_tag`)
 
 
 @dataclass(slots=True)
@@ -51,12 +54,18 @@ class WorkerRecord:
         self.running.add(key)
         self.changed()
 
-    def take_load(self, load: WorkerLoad, now: float) -> None:
-        """The worker reports `load`. It counts the requests that were sent to it, but perhaps not the last ones."""
+    def take_load(self, load: WorkerLoad, now: float, counted: Iterable[int] = ()) -> None:
+        """The worker reports `load`. It counts the requests whose tags are in `counted`, and those that were sent long
+        enough ago. Each tag stands for one request: a retry has the id, and so the tag, of the request before it."""
         self.load = load
         self.changed()
-        for key in [key for key, sent in self.sent.items() if sent.at < now - LOAD_INTERVAL_S]:
-            self.reported(key)
+        left = Counter(counted)
+        for key, sent in list(self.sent.items()):
+            if sent.tag is not None and left[sent.tag] > 0:
+                left[sent.tag] -= 1
+                self.reported(key)
+            elif sent.at < now - LOAD_INTERVAL_S:
+                self.reported(key)
 
     def take_role(self, report: worker_pb2.WorkerLoad) -> bool:
         """Returns whether it takes work of another role than before."""

@@ -113,7 +113,7 @@ class WorkerWatch:
                             return
                     if worker.take_role(load):
                         self._role_changed(worker)
-                    worker.take_load(value_of(load, WorkerLoad), now)
+                    worker.take_load(value_of(load, WorkerLoad), now, load.counted_requests)
                     self._set_state(worker, state_of(load.state), "")
         finally:
             call.cancel()

@@ -168,8 +168,9 @@ class Embedder:
             raise DeadlineError("the request's deadline has passed")
         prompt = request.prompts[index]
         stub = embed_pb2_grpc.EmbedServiceStub(self._registry.channel(endpoint.address))
+        request_id = f"{request.request_id}-{index}" if index else request.request_id
         message = embed_pb2.EmbedTokensRequest(
-            request_id=f"{request.request_id}-{index}" if index else request.request_id,
+            request_id=request_id,
             fingerprint=request.model.fingerprint,
             prompt_token_ids=prompt.token_ids,
             pooling=request.pooling,
@@ -179,8 +180,8 @@ class Embedder:
             traceparent="" if context is None else context.traceparent,
             tracestate="" if context is None else context.state,
         )
-        track = self._registry.track
-        with self._registry.sending({endpoint.address: len(prompt.token_ids)}), track.probing(endpoint.incarnation):
+        track, load = self._registry.track, {endpoint.address: len(prompt.token_ids)}
+        with self._registry.sending(load, request_id), track.probing(endpoint.incarnation):
             try:
                 answer = await stub.EmbedTokens(message, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.block_hash import block_hashes
 from common.sampling import SamplingParams
 from common.targets import LatencyTargets
-from common.types import FinishReason
+from common.types import FinishReason, request_tag
 from engine import messages as m
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
@@ -356,6 +356,16 @@ def test_status_says_what_is_there() -> None:
     core.handle(m.GetStatus(6))
     (status,) = core.take_events()
     assert "ref_cnt" in status.integrity
+
+
+def test_newcomers_are_named_for_the_routers_that_count_them_until_then() -> None:
+    core, _ = make_core()
+    add(core, "a#7", [1, 2, 3], max_tokens=2)  # the front numbers what is asked with the same id
+    add(core, "b", list(range(10_000)), max_tokens=2)  # refused at once: nobody should go on counting it, either
+    assert core.take_counted() == (request_tag("a"), request_tag("b"))
+    assert core.take_counted() == ()
+    run(core)
+    assert core.take_counted() == ()
 
 
 def test_a_request_is_not_computed_again_before_its_next_token_is_known() -> None:

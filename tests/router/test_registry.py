@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from common.batch_time import StepShape
 from common.batch_time_file import encode
 from common.errors import ModelNotFoundError
 from common.grpc.transport import Channels
-from common.types import LOAD_INTERVAL_S, WorkerRole, WorkerState
+from common.types import LOAD_INTERVAL_S, WorkerRole, WorkerState, request_tag
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
 from router.fleet.patience import PATIENCE, Patience
@@ -153,6 +154,19 @@ async def test_sent_requests_count_until_they_are_reported(registry: Registry, w
         worker.change(num_requests_waiting=1)
         await until(registry, lambda: endpoint(registry, worker.address).num_unreported == 0)
     assert endpoint(registry, worker.address).num_unreported == 0
+
+
+async def test_a_report_that_counts_a_request_ends_its_being_added(
+    registry: Registry, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.worker.LOAD_INTERVAL_S", math.inf)  # however long ago they were sent
+    await until(registry, lambda: not registry.not_ready())
+    with registry.sending({worker.address: 7}, "r-1"), registry.sending({worker.address: 5}, "r-2"):
+        load = {"num_requests_running": 1, "counted_requests": [request_tag("r-1"), request_tag("another router's")]}
+        worker.change(load=load)
+        await until(registry, lambda: endpoint(registry, worker.address).load.num_requests_running == 1)
+        told = endpoint(registry, worker.address)
+        assert (told.num_unreported, told.num_unreported_tokens) == (1, 5)
 
 
 @pytest.mark.parametrize("patience", [Patience(silence_s=0.3)])

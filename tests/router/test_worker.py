@@ -8,7 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from common.types import WorkerLoad, WorkerRole, WorkerState
+from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole, WorkerState, request_tag
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
 from router.fleet.worker import Sent, WorkerRecord
@@ -71,6 +71,20 @@ async def test_requests_that_were_reported_and_then_end_are_counted_once(worker:
     for _ in range(2):
         worker.reported("first")
         assert worker.endpoint().num_unreported_tokens == 0
+
+
+async def test_a_request_that_a_report_counts_is_counted_once(worker: WorkerRecord) -> None:
+    """`worker` has one request, sent at 0 s without a tag."""
+    for key, at in (("a", 9.99), ("b", 9.99), ("b again", 9.99), ("by another version", 9.99), ("old", 9.0)):
+        worker.send(key, Sent(at, 10, tag=None if " v" in key else request_tag(key[0])))
+    worker.take_load(WorkerLoad(), 9.995, [request_tag("b"), request_tag("of another router")])
+    # `first` and `old` were sent long enough ago.
+    assert list(worker.sent) == ["a", "b again", "by another version"]
+    assert worker.endpoint().num_unreported_tokens == 30
+    worker.take_load(WorkerLoad(), 9.996, [request_tag("a")])
+    assert list(worker.sent) == ["b again", "by another version"]
+    worker.take_load(WorkerLoad(), 9.99 + 2 * LOAD_INTERVAL_S)
+    assert (worker.endpoint().num_unreported, worker.endpoint().num_unreported_tokens) == (0, 0)
 
 
 async def test_whether_a_worker_goes_with_the_model_is_asked_again_if_either_changes(worker: WorkerRecord) -> None:

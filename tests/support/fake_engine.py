@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
+from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad, request_tag
 from engine import messages as m
 from engine.process import Bootstrap
 from kv_store.base import BlockRef
@@ -115,6 +115,7 @@ class FakeEngine:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._last_load: WorkerLoad | None = None
+        self._counted: list[int] = []
         self._seen: list[str] = []  # kinds of commands since the last status
 
     def serve(self) -> None:
@@ -228,6 +229,7 @@ class FakeEngine:
     def _add(self, command: m.AddRequest) -> None:
         request = _Request(command, script_of(command), position=len(command.output_token_ids))
         self._requests[command.request_id] = request
+        self._counted.append(request_tag(command.request_id.rpartition("#")[0]))
         if request.script.is_garbage:
             self._socket.send(b"no message of ours")
         elif request.script.floods:
@@ -336,9 +338,11 @@ class FakeEngine:
         )
 
     def _report_load(self) -> None:
-        if (load := self._load()) != self._last_load:
+        load, counted = self._load(), tuple(self._counted)
+        if load != self._last_load or counted:
             self._last_load = load
-            self._emit(m.LoadChanged(load))
+            self._counted.clear()
+            self._emit(m.LoadChanged(load, counted))
 
 
 def main() -> int:

@@ -294,6 +294,7 @@ class WorkerLoad(_message.Message):
     NUM_ROLE_SHIFTS_FIELD_NUMBER: _builtins.int
     ROLE_PINNED_FIELD_NUMBER: _builtins.int
     ROOM_AFTER_FIELD_NUMBER: _builtins.int
+    COUNTED_REQUESTS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
@@ -333,6 +334,12 @@ class WorkerLoad(_message.Message):
         that wait; then for the 2nd, 4th, 8th, ... newcomer. Empty: there is room, or nobody knows.
         """
 
+    @_builtins.property
+    def counted_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """CRC-32 of the id of each request that came since the report before, and that this load counts if it has not ended.
+        A router that sent one of them no longer adds it to the load itself. It may add any other for 50 ms.
+        """
+
     def __init__(
         self,
         *,
@@ -353,10 +360,11 @@ class WorkerLoad(_message.Message):
         num_role_shifts: _builtins.int = ...,
         role_pinned: _builtins.bool = ...,
         room_after: _abc.Iterable[_builtins.int] | None = ...,
+        counted_requests: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "epoch", b"epoch", "goes_by_slack", b"goes_by_slack", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_role_shifts", b"num_role_shifts", "queued_by_slack", b"queued_by_slack", "role", b"role", "role_pinned", b"role_pinned", "room_after", b"room_after", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_time_version", b"batch_time_version", "counted_requests", b"counted_requests", "epoch", b"epoch", "goes_by_slack", b"goes_by_slack", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_queued_prompt_tokens", b"num_queued_prompt_tokens", "num_queued_prompts", b"num_queued_prompts", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_role_shifts", b"num_role_shifts", "queued_by_slack", b"queued_by_slack", "role", b"role", "role_pinned", b"role_pinned", "room_after", b"room_after", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
