@@ -1,7 +1,8 @@
 """What will arrive: how many requests a second, how long their prompts, and what past days had at this hour.
 
 Each is a level with a slope, followed by Kalman filters (the local linear trend of Harvey, Forecasting, Structural Time
-Series Models and the Kalman Filter, 1989). How noisy a bin is comes from the traffic itself: a large fleet's traffic is
+Series Models and the Kalman Filter, 1989). Their level jumps if the mean of the last few bins differs from what was
+foretold before them by more than noise. How noisy a bin is comes from the traffic itself: a large fleet's traffic is
 followed within a minute, and that of a few long prompts is averaged over several.
 
 Pure: time comes in as an argument, in seconds, never decreasing.
@@ -10,6 +11,7 @@ Pure: time comes in as an argument, in seconds, never decreasing.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +24,11 @@ _WANDERS = (2e-5, 1e-4, 5e-4)
 """How much a slope changes in a second (standard deviation), as a share of the level: traffic that takes hours to
 change, minutes, or less. The filter that foretold the last bins best counts most."""
 _FORGET_S = 120.0  # after so long a filter's score counts half
+_FEW = 5  # requests in a bin
+_ENOUGH = 30  # requests, whose mean rate tells the noise of a bin
 _SURPRISE = 3.0  # standard deviations; two bins in a row beyond it are a jump
+_JUMP = 3.5  # likewise, of the mean of a window
+_WINDOWS = (2, 4, 8, 16)  # bins
 _LEAST_SPREAD = 0.05  # squared coefficient of variation of lengths
 
 
@@ -44,6 +50,7 @@ class RequestForecast:
         self._bin: tuple[float, float] | None = None  # when it began, and the total by then
         self._now = 0.0
         self._dispersion = _Mean(MEMORY_S)
+        self._bins: deque[tuple[float, float]] = deque(maxlen=round(MEMORY_S / BIN_S))  # seconds and requests of each
 
     def add(self, now: float, total: float) -> None:
         """A total that is smaller than before is another counter: the bin begins anew."""
@@ -57,11 +64,16 @@ class RequestForecast:
         rate = (total - self._bin[1]) / elapsed
         self._bin = now, total
         self._day.add(now, rate)
+        self._bins.append((elapsed, rate * elapsed))
         if self._level is None:
-            self._level = _Filters(rate, self._noise(rate, elapsed))
+            self._level = _Filters(rate, self._noise(max(rate, 1 / elapsed), elapsed))
             return
         expected, error = self._level.ahead(elapsed)
-        self._level.step(rate, self._noise(max(expected, rate), elapsed), elapsed)
+        usual = max(expected, self._mean_rate())
+        # A bin of many requests tells its own noise, too, so that a burst counts for less; one of few would tell that
+        # it has none, and count for more than all others.
+        noisy = max(usual, rate) if usual * elapsed >= _FEW else usual
+        self._level.step(rate, self._noise(noisy, elapsed), elapsed, self._noise(usual, elapsed))
         if expected > 0:
             self._dispersion.add(((rate - expected) ** 2 - error**2) * elapsed / expected, elapsed)
 
@@ -78,6 +90,16 @@ class RequestForecast:
     @property
     def _spread(self) -> float:
         return max(1.0, self._dispersion.value or 0.0)
+
+    def _mean_rate(self) -> float:
+        """Of the last bins with enough requests to know it. A bin's noise is that of a mean: by the rate of the bin
+        itself, one without a request would have next to none, and count for more than all others."""
+        seconds = requests = 0.0
+        for elapsed, num in reversed(self._bins):
+            seconds, requests = seconds + elapsed, requests + num
+            if requests >= _ENOUGH:
+                break
+        return requests / seconds
 
     def _noise(self, rate: float, elapsed: float) -> float:
         """Variance of a bin's rate. Of one without any request it is not zero."""
@@ -143,14 +165,41 @@ class _Filters:
     def __init__(self, level: float, variance: float) -> None:
         self._trends = [_Trend(level, variance, wander) for wander in _WANDERS]
         self._scores = [0.0] * len(_WANDERS)
+        self._bins: deque[_Bin] = deque(maxlen=_WINDOWS[-1])
 
-    def step(self, seen: float, noise: float, elapsed: float) -> None:
-        """`noise`: variance of `seen` about the level."""
+    def step(self, seen: float, noise: float, elapsed: float, usual_noise: float | None = None) -> None:
+        """`noise`: variance of `seen` about the level, and `usual_noise` what it would be if nothing has changed; None:
+        the same."""
+        usual_noise = noise if usual_noise is None else usual_noise
+        self._bins.append(_Bin(seen, usual_noise, elapsed, [self.ahead(elapsed * (num + 1) / 2) for num in _WINDOWS]))
+        if jump := self._jump():
+            for trend in self._trends:
+                trend.jump(*jump)
+            self._bins.clear()
+            return
         keep = 0.5 ** (elapsed / _FORGET_S)
         self._scores = [
             score * keep + trend.step(seen, noise, elapsed)
             for score, trend in zip(self._scores, self._trends, strict=True)
         ]
+
+    def _jump(self) -> tuple[float, float] | None:
+        """The mean of the shortest window that differs from what was foretold for it by more than noise, and the
+        variance of that mean. A jump that is small beside the noise of single bins is seen by their sum alone."""
+        bins = list(self._bins)
+        for place, num in enumerate(_WINDOWS):
+            if num > len(bins):
+                return None
+            window = bins[-num:]
+            seconds = sum(one.elapsed for one in window)
+            seen = sum(one.seen * one.elapsed for one in window) / seconds
+            noise = sum(one.noise * one.elapsed**2 for one in window) / seconds**2
+            foretold, error = window[0].foretold[place]
+            if seen > foretold > 0:  # roots of numbers are equally noisy, however large these are
+                noise *= (math.sqrt(seen) + math.sqrt(foretold)) ** 2 / (4 * foretold)
+            if abs(seen - foretold) > _JUMP * math.sqrt(noise + error**2):
+                return seen, noise
+        return None
 
     def ahead(self, seconds: float) -> tuple[float, float]:
         """Mean and standard deviation of the level `seconds` from the last step."""
@@ -166,6 +215,14 @@ class _Filters:
         weights = [math.exp(score - best) for score in self._scores]
         total = sum(weights)
         return [weight / total for weight in weights]
+
+
+@dataclass(slots=True, frozen=True)
+class _Bin:
+    seen: float
+    noise: float
+    elapsed: float
+    foretold: Sequence[tuple[float, float]]  # before it was seen: means of the windows that begin with it, and errors
 
 
 class _Trend:
@@ -194,6 +251,10 @@ class _Trend:
         self._covar *= 1 - level_gain
         self._level_var *= 1 - level_gain
         return score
+
+    def jump(self, level: float, variance: float) -> None:
+        """The level is another one; the slope stays as it was."""
+        self._level, self._level_var, self._covar = level, variance, 0.0
 
     def _advance(self, elapsed: float) -> None:
         change = (self._wander * self._level) ** 2

@@ -62,6 +62,32 @@ def test_a_jump_is_followed_within_half_a_minute() -> None:
     assert found.rate == pytest.approx(20.0, rel=0.3)
 
 
+def rates_of(rate: float, last_rate: float, seconds: int, seed: int) -> list[float]:
+    """What is forecast in each second after a quarter of an hour at `rate`, while requests come at `last_rate`."""
+    draw, forecast, total, found = random.Random(seed), RequestForecast(), 0, []
+    for now in range(900 + seconds):
+        total += poisson(draw, rate if now < 900 else last_rate)
+        forecast.add(float(now), total)
+        if now >= 900 and (expected := forecast.ahead(0.0)) is not None:
+            found.append(expected.rate)
+    return found
+
+
+@pytest.mark.parametrize(("rate", "within_s"), [(0.3, 90), (1.0, 60), (3.0, 30), (10.0, 30)])
+def test_three_times_as_much_is_followed_within_a_minute(rate: float, within_s: int) -> None:
+    """As soon as there are enough requests to tell it from noise."""
+    late = [rates_of(rate, 3 * rate, within_s, seed)[-1] / (3 * rate) for seed in range(6)]
+    assert sum(late) / len(late) == pytest.approx(1.0, abs=0.2)
+    assert min(late) > 0.6
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 1.0, 10.0])
+def test_bins_without_a_request_are_no_proof_that_none_will_come(rate: float) -> None:
+    found = [one / rate for seed in range(4) for one in rates_of(rate, rate, 300, seed)]
+    assert sum(found) / len(found) == pytest.approx(1.0, abs=0.35)
+    assert max(found) < 2.5
+
+
 def test_another_counter_is_no_negative_rate() -> None:
     forecast = RequestForecast()
     for now in range(60):
