@@ -34,13 +34,14 @@ before the request's own work, and by this."""
 class PromptLevels:
     """Which workers of a fleet have leading blocks of a prompt: found once for all roles, if anybody asks."""
 
-    __slots__ = ("_fleet", "_request", "few", "is_known", "large")
+    __slots__ = ("_fleet", "_request", "few", "have_all", "is_known", "large")
 
     def __init__(self, request: RoutingRequest, fleet: Fleet) -> None:
         self._request = request
         self._fleet = fleet
         self.few: list[tuple[int, Member]] = []  # those of small levels, each with its number of blocks
         self.large: list[Level] = []
+        self.have_all = False  # as many workers as the fleet has have some of the prompt, so none has nothing of it
         self.is_known = False
 
     def known(self) -> PromptLevels:
@@ -52,13 +53,16 @@ class PromptLevels:
 
     def _find(self) -> None:
         member_at, few = self._fleet.member, self.few
+        num_workers = 0
         for level in levels_of(self._request.cached_blocks):
-            if len(level.workers) > FEW:
+            num_workers += (num := len(level.workers))
+            if num > FEW:
                 self.large.append(level)
                 continue
             for address in level.workers:
                 if (member := member_at(address)) is not None:
                     few.append((level.num_blocks, member))
+        self.have_all = num_workers >= len(self._fleet)
 
 
 class FleetCandidates(Candidates):
@@ -158,7 +162,7 @@ class FleetCandidates(Candidates):
             if num_found in (0, MOSTLY):
                 for one in self._best(_by_first_token, most, with_work=True)[num_found:]:
                     num_found += 1
-                    yield self._candidate(one[4], one[5]), one[0]
+                    yield self._candidate(one[4], one[5], one[7]), one[0]
 
     def least_loaded(self, num: int) -> Sequence[Candidate]:
         key = _by_load_in_seconds if self._costs.in_seconds else _by_load_in_tokens
@@ -176,13 +180,15 @@ class FleetCandidates(Candidates):
             return position == self._only
         return group in self._groups and position not in self._without
 
-    def _candidate(self, position: int, num_cached: int | None = None) -> Candidate:
+    def _candidate(self, position: int, num_cached: int | None = None, work: float | None = None) -> Candidate:
         member, request, costs = self._fleet.at(position), self._request, self._costs
         endpoint = member.endpoint
         if num_cached is None:
             blocks = 0 if request.in_place else request.cached_blocks.get(endpoint.address, 0)
             num_cached = blocks * endpoint.block_size
-        missing, work = max(request.num_prompt_tokens - num_cached, 1), self._work_of(member.group, num_cached)
+        missing = max(request.num_prompt_tokens - num_cached, 1)
+        if work is None:
+            work = self._work_of(member.group, num_cached)
         return Candidate(endpoint, num_cached, missing, costs.wait(endpoint), work, costs.in_seconds)
 
     def _work_of(self, group: Group, num_cached: int) -> float:
@@ -215,7 +221,8 @@ class FleetCandidates(Candidates):
                 work = partial(self._work_of, group, num_cached)
                 walk.along(group, group.order(key), work, num_cached, level.workers)
         others = [level.workers for level in large]
-        for group in groups:
+        is_done = with_work and self._levels.have_all and len(walk.found) == num
+        for group in () if is_done else groups:
             of_all: Callable[[], float] = partial(self._work_of, group, 0) if with_work else float
             walk.along(group, group.order(key), of_all, 0, None, others)
         for num_blocks, member in few:  # the last: of most of them, the wait alone is too long
