@@ -35,7 +35,7 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
-from engine.speculation.draft_model import load_draft_model
+from engine.speculation.loading import load_drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 
@@ -75,7 +75,7 @@ class Measured:
         runner = LocalDevice(model_dir, settings)
         runner.warm_up()
         connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
-        drafter = load_draft_model(settings, runner)
+        drafter = load_drafter(settings, runner)
         self._core = EngineCore(settings, runner, connector, time.monotonic, lambda: None, drafter=drafter)
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self._num_runs = 0

@@ -51,9 +51,9 @@ def known_times(device: LocalDevice | RankedDevice | SimulatedDevice, settings: 
 
 
 def load_drafter(device: LocalDevice | RankedDevice | SimulatedDevice, settings: EngineSettings) -> Drafter | None:
-    """The model that guesses tokens, if `settings` name one. Raises `StartupError`."""
+    """The model or the heads that guess tokens, if `settings` name some. Raises `StartupError`."""
     if isinstance(device, SimulatedDevice):  # it refuses such settings
         return None
-    from engine.speculation.draft_model import load_draft_model
+    from engine.speculation import loading
 
-    return load_draft_model(settings, device)
+    return loading.load_drafter(settings, device)

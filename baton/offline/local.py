@@ -27,7 +27,7 @@ from engine.core import EngineCore
 from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
 from engine.sampling.grammars import GrammarCompiler
-from engine.speculation.draft_model import load_draft_model
+from engine.speculation.loading import load_drafter
 from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
 from router.api.grpc_chat import conversation
@@ -138,7 +138,7 @@ class LocalEngine:
         self._compile_grammar = GrammarCompiler(
             model_dir / "tokenizer.json", runner.info.vocab_size, runner.info.eos_token_ids
         )
-        self._drafter = load_draft_model(settings, runner)
+        self._drafter = load_drafter(settings, runner)
         self._made_core: EngineCore | None = self._make_core()
         self._has_priorities = settings.takes_priorities
         limits = ModelLimits(

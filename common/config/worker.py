@@ -92,7 +92,8 @@ class EngineSettings(ModelSettings):
     speculation: str = Field(
         "none",
         description="guess tokens of answers, several of which one step checks; no answer changes: none, "
-        "ngram (as the text went on where its last tokens stood before), or a smaller model, as --model names one",
+        "ngram (as the text went on where its last tokens stood before), a smaller model, as --model names one, or a "
+        "directory with Medusa heads of the model",
     )
     speculation_tokens: Positive = Field(8, description="most tokens of one guess")
     queue_policy: Literal["auto", "fcfs", "priority", "slo"] = Field(

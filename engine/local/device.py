@@ -26,6 +26,7 @@ from engine.blocks.host_tier import BlockCopy
 from engine.context_length import fit_context
 from engine.device import Device, DeviceInfo, KVPlane, StepGivenUp, Ticket, do_nothing
 from engine.device_copies import as_current, read, to_device, wait_for
+from engine.layers import Linear
 from engine.local.graphs import DecodeGraphs, graph_sizes
 from engine.local.host_cache import allocate_host_cache, copy_blocks
 from engine.local.loading import LoadedModel, load_model
@@ -123,6 +124,7 @@ class LocalDevice(Device):
         )
         self._graphs: DecodeGraphs | None = None
         self._graph_sizes = graph_sizes(settings.max_num_seqs) if may_record else []
+        self._states: _States | None = None
         self._begun: dict[int, StepInput] = {}
         self._drawn: deque[tuple[int, list[SampledToken | None]]] = deque(maxlen=KEPT_STEPS)
         log.info(
@@ -143,6 +145,32 @@ class LocalDevice(Device):
     def kernels_name(self) -> str:
         """The instruction set of the kernels that compute, or torch."""
         return "torch" if self._kernels is None else self._kernels.choice.instruction_set
+
+    def keep_states(self) -> None:
+        """From now on the last step's states are kept, and no step is a recorded graph's, which gives none."""
+        self._states, self._graph_sizes, self._graphs = _States(), [], None
+
+    def row_of_state(self, block_ids: Sequence[int], position: int) -> int | None:
+        """Where the state of a token is that was the last one of a row of the last step; its KV lies at `position` of
+        these blocks. None if that step had no such row."""
+        return None if self._states is None else self._states.rows.get(self._slot(block_ids, position))
+
+    def states(self, rows: Sequence[int]) -> torch.Tensor:
+        """The last hidden states of these rows, as the model's head gets them, `[len(rows), hidden_size]`."""
+        if self._states is None:
+            raise RuntimeError("no states are kept")
+        return self._model.last_states(self._states.hidden[to_device(rows, self.device)])
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
+        """A product on this device, in its dtype, computed as the model's are. `is_head`: it decides between tokens."""
+        own = [None if one is None else one.to(self.device, self.dtype) for one in (weight, bias)]
+        linear = Linear.of(own[0], own[1], is_head=is_head)  # type: ignore[arg-type]
+        linear.finish(self._kernels)
+        return linear
+
+    def _slot(self, block_ids: Sequence[int], position: int) -> tuple[int, int]:
+        number, offset = divmod(position, self.info.spec.block_size)
+        return block_ids[number], offset
 
     def begin(self, step: StepInput) -> Ticket:
         """Only checks the step: this thread is what computes it, in `end`."""
@@ -207,6 +235,8 @@ class LocalDevice(Device):
         # Decodes first, by length: attention then sees neighbours that it can compute together.
         order = sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
         hidden = self._forward([rows[index] for index in order], between_layers)
+        if self._states is not None:
+            self._states.hidden, self._states.rows = hidden, {}
         drawing: list[int] = []
         draws: list[Draw] = []
         last_tokens: list[int] = []
@@ -216,6 +246,9 @@ class LocalDevice(Device):
         for index in order:
             row = rows[index]
             start, end = end, end + len(row.token_ids)
+            if self._states is not None:
+                last = row.num_computed_tokens + len(row.token_ids) - 1
+                self._states.rows[self._slot(row.block_ids, last)] = end - 1
             if row.num_pooled:
                 pooled[index] = self._pool(hidden[end - row.num_pooled : end])
             if row.score is not None:
@@ -301,6 +334,14 @@ class LocalDevice(Device):
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.last_states(hidden).float().sum(dim=0)
+
+
+class _States:
+    """Of the last step."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.empty(0)  # [num_tokens, hidden_size]
+        self.rows: dict[tuple[int, int], int] = {}  # of it, by (block, offset) of that token's KV
 
 
 class _Timed:

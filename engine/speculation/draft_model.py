@@ -167,10 +167,8 @@ def _row(own: Request, token_ids: list[int], num_computed_tokens: int) -> StepRo
     )
 
 
-def load_draft_model(settings: EngineSettings, device: Device) -> ModelDrafter | None:
-    """What `settings.speculation` names, for the model of `device`; None if it names none. Raises `StartupError`."""
-    if settings.speculation in ("none", "ngram"):
-        return None
+def load_draft_model(settings: EngineSettings, device: Device) -> ModelDrafter:
+    """The model that `settings.speculation` names, for the model of `device`. Raises `StartupError`."""
     model = open_model(ensure_model(settings.model, settings.cache_dir, log.info))
     draft = open_model(ensure_model(settings.speculation, settings.cache_dir, log.info))
     ours, theirs = (files.path / "tokenizer.json" for files in (model, draft))

@@ -45,13 +45,15 @@ def engine(
     path: Path,
     num_blocks: int,
     *,
+    device: LocalDevice | None = None,
     drafter: Drafter | None = None,
     batch_time: BatchTime | None = None,
     **settings: object,
 ) -> EngineCore:
+    """On `device`, or on one that it makes."""
     values = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": num_blocks, "num_threads": 1, **settings}
     checked = EngineSettings.model_validate(values)
-    runner = LocalDevice(path, checked)
+    runner = device or LocalDevice(path, checked)
     runner.kv_cache.fill_(float("nan"))
     ticks = iter(range(10**9))
     connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="test"))

@@ -19,10 +19,13 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.local.device import LocalDevice
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
+from engine.speculation.loading import load_drafter
+from engine.speculation.medusa import MedusaDrafter
 from tests.engine.kernels.variants import torch_best_and_slow_others
+from tests.engine.medusa_heads import random_heads
 from tests.engine.test_model_engine import engine
 from tests.engine.test_model_families import greedy_of_transformers, model
-from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE, expected_logprobs_of_all, make_model
+from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE, expected_logprobs_of_all, make_model, make_runner
 from tests.router.tiny_tokenizer import tokenizer_files
 from tests.support.fake_device import add, assert_idle, run, tokens_of
 
@@ -134,13 +137,20 @@ def test_a_draft_model_has_the_models_tokenizer(models: Path, tmp_path: Path) ->
     drafter = load_draft_model(settings, runner)
     assert drafter is not None
     assert drafter.cost == 1.0
-    assert load_draft_model(settings.model_copy(update={"speculation": "ngram"}), runner) is None
+    assert load_drafter(settings.model_copy(update={"speculation": "ngram"}), runner) is None
     other = json.loads((folders[1] / "tokenizer.json").read_text())
     first, second, *_ = vocabulary = other["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (folders[1] / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(StartupError, match="has another tokenizer"):
         load_draft_model(settings, runner)
+
+
+def medusa(path: Path, num_blocks: int) -> EngineCore:
+    """The model of `path`, for which heads of random weights guess."""
+    runner = make_runner(path, num_blocks=num_blocks, max_model_len=128)
+    drafter = MedusaDrafter(runner, random_heads(runner, 3), cost=0.01)
+    return engine(path, num_blocks, device=runner, drafter=drafter, max_model_len=128)
 
 
 NUM_DRAWS = 20_000
@@ -176,7 +186,7 @@ def few_tokens(models: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "medusa"])
 def test_the_distribution_is_transformers(
     models: Path, odds_of_answers: torch.Tensor, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
@@ -185,6 +195,8 @@ def test_the_distribution_is_transformers(
     path = few_tokens(models, "few")
     if drafter == "ngram":
         core = engine(path, 256, max_model_len=128, speculation="ngram")
+    elif drafter == "medusa":
+        core = medusa(path, 256)
     else:
         core, _ = drafting(path, few_tokens(models, "other few"), draft_blocks=256, num_blocks=256)
     counts = torch.zeros_like(odds_of_answers)
