@@ -35,7 +35,7 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
-from engine.speculation.loading import load_drafter
+from engine.local.drafter import load_drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 

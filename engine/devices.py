@@ -54,6 +54,6 @@ def load_drafter(device: LocalDevice | RankedDevice | SimulatedDevice, settings:
     """The model or the heads that guess tokens, if `settings` name some. Raises `StartupError`."""
     if isinstance(device, SimulatedDevice):  # it refuses such settings
         return None
-    from engine.speculation import loading
+    from engine.local import drafter
 
-    return loading.load_drafter(settings, device)
+    return drafter.load_drafter(settings, device)

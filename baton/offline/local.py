@@ -26,8 +26,8 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
+from engine.local.drafter import load_drafter
 from engine.sampling.grammars import GrammarCompiler
-from engine.speculation.loading import load_drafter
 from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
 from router.api.grpc_chat import conversation

@@ -8,8 +8,8 @@ import torch
 
 from common.sampling import SamplingParams
 from engine.local.device import LocalDevice
+from engine.local.medusa import MedusaHead, heads_of
 from engine.sampling.draws import draw
-from engine.speculation.medusa import MedusaHead, heads_of
 from engine.step import StepRow
 
 _LIKELIEST = draw(SamplingParams(temperature=0.0), 0)

@@ -15,8 +15,8 @@ from common.errors import StartupError
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.local.device import LocalDevice
-from engine.speculation.loading import load_drafter
-from engine.speculation.medusa import MedusaDrafter, heads_of
+from engine.local.drafter import load_drafter
+from engine.local.medusa import MedusaDrafter, heads_of
 from engine.step import StepRow
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.medusa_heads import random_heads, random_weights, right_weights

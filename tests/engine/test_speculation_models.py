@@ -18,9 +18,9 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.local.device import LocalDevice
+from engine.local.drafter import load_drafter
+from engine.local.medusa import MedusaDrafter
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
-from engine.speculation.loading import load_drafter
-from engine.speculation.medusa import MedusaDrafter
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.medusa_heads import random_heads
 from tests.engine.test_model_engine import engine

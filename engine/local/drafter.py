@@ -10,8 +10,8 @@ from common.errors import ConfigError
 from engine.device import Device
 from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
+from engine.local.medusa import MedusaDrafter, is_medusa, load_medusa
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
-from engine.speculation.medusa import MedusaDrafter, is_medusa, load_medusa
 
 log = logging.getLogger(__name__)
 
