@@ -6,6 +6,7 @@ with torch. Imports neither torch nor the rest of Baton: setup.py runs this in a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -47,6 +48,7 @@ _FLAGS = (
 _TIMEOUT_S = 300
 
 
+@functools.cache  # an engine that starts asks for each variant
 def source_hash(name: str = "") -> str:
     """Names the sources of library `name`, so that libraries of other sources are never loaded. All have the same, but
     for `EXCHANGE`."""
@@ -60,7 +62,7 @@ def source_hash(name: str = "") -> str:
 
 def library_file(name: str, folder: Path = PACKAGE) -> Path:
     """Where the library of variant `name` lies if it was built from the sources of today."""
-    return folder / "lib" / f"{name}-{source_hash(name)}.so"
+    return folder / "lib" / f"{name}-{source_hash(EXCHANGE if name == EXCHANGE else '')}.so"
 
 
 def build(folder: Path = PACKAGE) -> dict[str, str]:
