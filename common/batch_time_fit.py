@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from common.batch_time import FEATURES, MAX_RESIDUAL, BatchTime, BatchTimeKey, Regime, RegimeTime, StepShape, Table
+from common.batch_time_file import MAX_COEFFICIENT, MAX_QUANTILE
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -92,14 +93,15 @@ def fit_regime(
     )
     layers = _table(knots, first, solution[1 : 1 + num_ramps])
     head = _table(head_knots, 0.0, solution[1 + num_ramps : 1 + num_ramps + num_head])
-    coefficients = tuple(float(one) for one in solution[1 + num_ramps + num_head :])
+    # On a machine that stands still again and again steps may say anything; files say no more than this.
+    coefficients = tuple(min(float(one), MAX_COEFFICIENT) for one in solution[1 + num_ramps + num_head :])
     plain = RegimeTime(layers=layers, head=head, coefficients=coefficients)
     errors = [math.log(step.seconds / plain.plain_seconds(step.shape)) for step in steps]
     with_residual = RegimeTime(
         layers=layers, head=head, coefficients=coefficients, residuals=_residuals(shapes, errors), num_steps=len(steps)
     )
     left = np.array([math.log(step.seconds / with_residual.seconds(step.shape)) for step in steps])
-    p90, p99 = np.quantile(left, [0.9, 0.99])
+    p90, p99 = np.minimum(np.quantile(left, [0.9, 0.99]), MAX_QUANTILE)
     return RegimeTime(
         layers=layers,
         head=head,

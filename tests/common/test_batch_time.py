@@ -193,6 +193,15 @@ def test_tokens_within_is_the_largest_chunk_that_fits(shape: StepShape, past: in
         )
 
 
+def test_a_machine_that_stands_still_again_and_again_makes_a_file_that_can_be_read() -> None:
+    steps = [
+        replace(step, seconds=step.seconds * (100_000 if number % 5 == 0 else 1))
+        for number, step in enumerate(measured(seed=9))
+    ]
+    made = fit(KEY, steps)
+    assert decode(encode(made)) == made
+
+
 def test_the_residual_fades_away_from_the_data() -> None:
     flat = Table((1.0,), (0.01,), 0.0)
     regime = RegimeTime(

@@ -87,6 +87,14 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    """What costs too much costs processor time, and on a busy machine that may take long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounded_process, "MAX_ANSWER_S", 200.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> ModelTokens:
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from common import bounded_process
 from common.bounded_process import Limits
 from common.errors import InvalidArgumentError
 from tests.router import chat_templates
@@ -50,6 +51,14 @@ HOSTILE = {
     "blocks": ("{% if 1 %}" * 500 + "{% endif %}" * 500, "cannot be (used|compiled): "),
     "includes": ("{% include '/etc/passwd' %}", "refuses the messages: no loader"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    """What costs too much costs processor time, and on a busy machine that may take long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounded_process, "MAX_ANSWER_S", 200.0)
+        yield
 
 
 @pytest.fixture(scope="module")
