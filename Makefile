@@ -76,7 +76,7 @@ TIERS := not kernels and not models and not features
 SAMPLE := $(if $(SAMPLE_SECONDS),--at-most-seconds=$(SAMPLE_SECONDS) $(if $(SAMPLE_SEED),--seed=$(SAMPLE_SEED)))
 tier = $(PYTEST) --numprocesses=3 --tier=$(1) -m "$(if $(SAMPLE),(slow or integration) and )$(OTHER_TARGETS)" $(SAMPLE) tests
 
-test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (about 3 minutes on two cores)
+test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (2.5 minutes on two cores)
 	@# Forks of one process, which reads all tests once; the real stack starts beside that.
 	@$(BIN)/python -m pytest --forks=5 --early=tests/newcomer -m "$(QUICK) and not kernels and not models and $(OTHER_TARGETS)" \
 		$(NOT_READ) --ignore=tests/integration --ignore=tests/engine/kernels --ignore=tests/models tests
