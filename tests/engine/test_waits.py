@@ -154,7 +154,7 @@ class OnDevice(LocalDevice):
             device_reason="",
             free_rows=1.0,
         )
-        self._graphs = None
+        self._graphs = self._states = None
         self._begun, self._drawn = {}, deque()
 
 
