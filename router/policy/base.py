@@ -62,7 +62,7 @@ class RoutingRequest:
     handoff_token_s: float | None = None  # `router.policy.costs.Costs.handoff`
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Reasons:
     """Why a request goes where it goes. Made to lines only if somebody reads them."""
 
@@ -163,7 +163,7 @@ class Candidates(Sequence[Candidate]):
         """Of all workers of this role, candidates or not: the same object as long as none comes or goes."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Ranked:
     candidates: Sequence[Candidate]  # the best first; `NUM_RANKED`, or all of them
     words: Callable[[Candidate], str]  # the reason for a candidate's place, in a few words

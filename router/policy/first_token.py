@@ -33,7 +33,7 @@ SPLIT_GAIN = 0.5  # of the seconds of a whole prompt, to be saved: queues are of
 LEAST_PART = 64  # tokens: fewer are worth no part of their own
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Split:
     """A prompt in two parts. Seconds."""
 
@@ -48,7 +48,7 @@ class Split:
         return self.first_token_s + self.lost_s
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Way:
     """One pair of workers, or a decode worker alone."""
 
@@ -80,7 +80,7 @@ class Way:
         return f"{self.decode.address} {place} in {cost_in_words(self.first_token_s, in_seconds=True)}"
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Forecast:
     way: Way  # where the request goes
     late: Late | None

@@ -11,7 +11,7 @@ from router.policy.base import Candidate, cost_in_words
 from router.policy.costs import TOKENS, Costs, in_place_s
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Placement:
     in_place: bool
     reason: Callable[[], str]
