@@ -29,7 +29,7 @@ from tests.nixl import skip_without_nixl
 
 NUM_ROUTERS = int(os.environ.get("FAULTS_ROUTERS", "1"))  # on the same workers; each cell asks the next one
 QUEUE_POLICY = os.environ.get("FAULTS_QUEUE_POLICY", "")  # empty: the workers' own, and no request has targets
-TTFT_MS, TPOT_MS = (30_000.0, 1_000.0) if QUEUE_POLICY else (None, None)
+TTFT_MS, TPOT_MS = 30_000.0, 1_000.0  # of each request, with a queue policy
 HOSTS = [*router_names(NUM_ROUTERS), "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
 NUM_CALIBRATIONS = 4  # prompts: more than pairs of workers that have to connect
 HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
@@ -47,6 +47,7 @@ class Stage:
     """A fleet and what can happen to it."""
 
     connector: str
+    queue_policy: str
     setting: Setting
     network: Network | None
     why_no_network: str
@@ -82,8 +83,8 @@ class Stage:
             max_tokens=max_tokens,
             cache_salt=request_id,
             timeout_s=timeout_s,
-            ttft_ms=TTFT_MS,
-            tpot_ms=TPOT_MS,
+            ttft_ms=TTFT_MS if self.queue_policy else None,
+            tpot_ms=TPOT_MS if self.queue_policy else None,
         )
 
     def close(self) -> None:
@@ -114,10 +115,12 @@ class Stages:
         self._open = contextlib.ExitStack()
         self.stage: Stage | None = None
 
-    def get(self, connector: str) -> Stage:
-        if self.stage is None or self.stage.connector != connector:
+    def get(self, connector: str, queue_policy: str) -> Stage:
+        stage = self.stage
+        if stage is None or (stage.connector, stage.queue_policy) != (connector, queue_policy):
             self.close()
-            self.stage = self._open.enter_context(_opened(connector, self._reference, self._new_folder(connector)))
+            opened = _opened(connector, queue_policy, self._reference, self._new_folder(connector))
+            self.stage = self._open.enter_context(opened)
         return self.stage
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ def stages(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @contextlib.contextmanager
-def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stage]:
+def _opened(connector: str, queue_policy: str, reference: Reference, folder: Path) -> Iterator[Stage]:
     skip_without_nixl(connector)
     with contextlib.ExitStack() as stack:
         disk = Disk(folder / "kv")
@@ -149,18 +152,18 @@ def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stag
         # As between machines, whatever else is there between these processes.
         environ = networks.UCX_ENVIRON if network is not None else {"UCX_TLS": "tcp"}
         flags = [f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS]
-        if QUEUE_POLICY:
+        if queue_policy:
             cache_dir = folder / "cache"
             write = [sys.executable, "-m", "tests.integration.written_times", reference.model_dir, str(cache_dir)]
             subprocess.run(write, check=True)  # neither torch nor its warnings come into this process
-            flags += [f"--queue-policy={QUEUE_POLICY}", f"--cache-dir={cache_dir}"]
+            flags += [f"--queue-policy={queue_policy}", f"--cache-dir={cache_dir}"]
         if server is not None:
             flags.append(f"--lmcache-address={server.address}")
         fleet = Fleet(folder, *flags, prefill=2, decode=2, routers=NUM_ROUTERS, hosts=network, environ=environ)
         stack.callback(fleet.stop)
         hasty = fleet.another_router("hasty", f"--request-timeout={HASTY_TIMEOUT_S}")
         setting = Setting(fleet, disk, reference.prompt, 0.0, is_store=connector != "nixl", server=server)
-        stage = Stage(connector, setting, network, why, reference, hasty, folder)
+        stage = Stage(connector, queue_policy, setting, network, why, reference, hasty, folder)
         stack.callback(stage.close)
         stage.setting = replace(setting, chunk_cpu_s=_chunk_cpu_s(stage))
         yield stage

@@ -13,7 +13,7 @@ import pytest
 from kv_store.lmcache.client import RETRY_AFTER_S
 from tests.faults import watch
 from tests.faults.client_process import Ask, Told
-from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
+from tests.faults.conftest import HASTY_TIMEOUT_S, QUEUE_POLICY, Stage, Stages
 from tests.faults.disk import corrupt
 from tests.faults.harm import Harm, restart_whom_ucx_ended, revive
 from tests.faults.matrix import (
@@ -62,6 +62,8 @@ QUICK = {
     Cell(Process.DECODE_FRONT, Moment.AFTER_FIRST_TOKEN, Fault.CUT),
     Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
 }
+# Likewise with `--queue-policy slo`, which takes another fleet.
+QUICK_BY_SLACK = {Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL)}
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +72,7 @@ class Case:
     connector: str
     interface: str = "grpc"
     cut: Cut = Cut.BOTH
+    queue_policy: str = QUEUE_POLICY
 
     def title(self) -> str:
         """The row of the matrix, and what is special."""
@@ -82,6 +85,7 @@ class Case:
     def _more(self) -> list[str]:
         more = [self.interface] if self.interface != "grpc" else []
         more += [self.cut.name.lower()] if self.cut is not Cut.BOTH else []
+        more += [self.queue_policy] if self.queue_policy != QUEUE_POLICY else []
         return more
 
 
@@ -101,6 +105,8 @@ def cases() -> list[Case]:
                 found.append(Case(cell, connector, interface="rest"))
             if cell.fault is Fault.CUT and cell.moment in (Moment.MID_TRANSFER, Moment.MID_DECODE):
                 found += [Case(cell, connector, cut=cut) for cut in (Cut.OUTGOING, Cut.INCOMING)]
+    if not QUEUE_POLICY:
+        found += [Case(cell, "shared_storage", queue_policy="slo") for cell in CELLS if cell in QUICK_BY_SLACK]
     return found
 
 
@@ -115,13 +121,14 @@ def _matters_to_server(cell: Cell) -> bool:
 
 
 def _param(case: Case) -> object:
-    is_quick = case.connector == "shared_storage" and case == Case(case.cell, case.connector) and case.cell in QUICK
+    is_usual = case == Case(case.cell, "shared_storage")
+    is_quick = (is_usual and case.cell in QUICK) or case.queue_policy != QUEUE_POLICY
     return pytest.param(case, id=f"{case.connector}-{case}", marks=() if is_quick else pytest.mark.faults)
 
 
 @pytest.mark.parametrize("case", [_param(case) for case in cases()])
 def test_cell(stages: Stages, case: Case) -> None:
-    cell, stage = case.cell, stages.get(case.connector)
+    cell, stage = case.cell, stages.get(case.connector, case.queue_policy)
     if cell.fault is Fault.CUT and stage.network is None:
         pytest.skip(stage.why_no_network)
     if cell.fault is Fault.FULL_DISK and stage.setting.disk.why_not:
