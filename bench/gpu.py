@@ -1,13 +1,17 @@
 """What a CUDA device gives: is each of its paths right, and how near do they come to what the device allows?
 
     python -m bench.gpu [--models llama-8b,qwen3-30b] [--batches 1,8,32,128] [--context 1024] [--prompts 2048,8192]
-                        [--layers N] [--seconds 480] [--json FILE]
+                        [--layers N] [--parts paths,decode,prefill,handoff] [--seconds 480] [--json FILE]
 
 It needs torch with CUDA, safetensors, and what Baton's engine imports; FlashInfer if its paths are to be measured.
 Weights are random, and made on the device: no checkpoint is read. First come the device's own limits (a copy of
 memory, a matrix product), then small models on every path against float32, then decode and prefill of the two shapes,
 each beside its limit: bytes that a step has to read over the rate of the copy, or products that it has to compute over
-the rate of the matrix product. No figure begins after `--seconds`. Exits with 1 if a path is wrong.
+the rate of the matrix product. Decode is measured by steps, and by the engine with and without `--run-ahead`: what an
+engine's step takes longer than its kernels run is how long the device stands still. Last comes what reading the KV of
+a whole prompt takes from another process on the device (NIXL; CUDA IPC), beside the prompt's prefill.
+
+Each figure is printed as it comes, and none begins after `--seconds`. Exits with 1 if a path is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,11 +35,14 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
+from bench.gpu_handoff import handoff_ms
 from common.config import EngineSettings
+from common.errors import BatonError
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
+from engine.device_thread import DeviceThread
 from engine.local.device import LocalDevice
 from engine.models.decoder import Decoder
 from engine.sampling.draws import draw
@@ -43,6 +50,8 @@ from engine.step import StepOutput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 
+DEVICE = "cuda"
+PARTS = ("paths", "decode", "prefill", "handoff")
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
 STEPS = 24  # of a decode figure, which is their median
@@ -51,6 +60,7 @@ ERROR = 0.03  # of bfloat16 logits against float32, relative, root of squares
 TIMES = 1.5  # as large as with torch's own attention it may be in any case
 
 Config = dict[str, object]
+Row = dict[str, object]  # of a result: what was measured, and figures by name
 
 LLAMA_8B: Config = {
     "architectures": ["LlamaForCausalLM"],
@@ -132,10 +142,10 @@ def median_ms(function: Callable[[], object], repeats: int) -> float:
 
 
 def measure_limits() -> Limits:
-    source = torch.randint(0, 255, (1 << 32,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 255, (1 << 32,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     copy_ms = median_ms(partial(target.copy_, source), 7)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     gemm_ms = median_ms(partial(torch.mm, a, b), 15)
     return Limits(2 * (1 << 32) / copy_ms / 1e6, 2 * 8192**3 / gemm_ms / 1e9)
 
@@ -183,7 +193,7 @@ def make_device(config: Config, folder: Path, attention: str | None = None, **se
     save_file({"model.norm.weight": torch.ones(8)}, folder / "model.safetensors")  # read by nobody
 
     def fill(model: Decoder, *_: object) -> None:
-        generator = torch.Generator(device="cuda").manual_seed(1)
+        generator = torch.Generator(device=DEVICE).manual_seed(1)
         for place in model.places().values():
             tensor = place if isinstance(place, torch.Tensor) else place.plain()
             if tensor.ndim == 1:
@@ -193,7 +203,7 @@ def make_device(config: Config, folder: Path, attention: str | None = None, **se
                 numbers = torch.randn(tensor.shape, generator=generator, device=tensor.device)
                 tensor.copy_((numbers * tensor.shape[-1] ** -0.5).bfloat16())
 
-    given = {"device": "cuda", "dtype": "bfloat16", "block_size": BLOCK_SIZE, "enable_prefix_caching": False}
+    given = {"device": DEVICE, "dtype": "bfloat16", "block_size": BLOCK_SIZE, "enable_prefix_caching": False}
     with mock.patch.object(Decoder, "load", fill):
         device = Device(folder, EngineSettings.model_validate(given | settings), attention=attention, raises=True)
     device.kv_cache.normal_()
@@ -351,7 +361,7 @@ def busy(device: Device, rows: Sequence[StepRow], top: int = 8) -> tuple[float, 
     return total / 1e3, sum(one.count for one in events), names
 
 
-def engine_step_ms(device: Device, batch: int, context: int) -> float:
+def engine_step_ms(device: Device, batch: int, context: int, *, run_ahead: bool = False) -> float:
     """Milliseconds of a step of the whole engine, scheduler and events included, by the host's clock."""
     settings = EngineSettings.model_validate(
         {
@@ -359,16 +369,19 @@ def engine_step_ms(device: Device, batch: int, context: int) -> float:
             "chunk_size": context + 1,
             "max_num_seqs": batch,
             "enable_prefix_caching": False,
+            "run_ahead": run_ahead,
         }
     )
     connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
-    core = EngineCore(settings, device, connector, time.monotonic, lambda: None)
+    thread = DeviceThread(device) if run_ahead else None
+    core = EngineCore(settings, thread or device, connector, time.monotonic, lambda: None)
     params = replace(GREEDY, max_tokens=STEPS + 4, ignore_eos=True)
     for number in range(batch):
         prompt = [(number + place) % 1000 + 3 for place in range(context)]
         core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))
     device.is_filling = True
-    core.step()
+    while len(core.scheduler.decodes) < batch:
+        core.step()
     device.is_filling = False
     times: list[float] = []
     for _ in range(STEPS):
@@ -376,13 +389,79 @@ def engine_step_ms(device: Device, batch: int, context: int) -> float:
         core.step()
         times.append(1e3 * (time.perf_counter() - start))
         core.take_events()
-    while core.step():
+    while core.has_work:
+        core.step()
         core.take_events()
     core.close()
+    if thread is not None:
+        thread.close()
     return statistics.median(times)
 
 
-def measure_model(name: str, args: argparse.Namespace, limits: Limits, folder: Path) -> Iterator[dict[str, object]]:
+def decode_row(device: Device, name: str, batch: int, context: int, limit_ms: float, *, in_torch: bool) -> Row:
+    """`in_torch`: also without kernels of our own, if graphs are recorded."""
+    rows = decode_rows(batch, context)
+    whole = step_ms(device, rows)
+    kernels, count, names = busy(device, rows)
+    row: Row = {
+        "what": f"{name} decode, batch {batch}, context {context}",
+        "ms": whole,
+        "limit_ms": limit_ms,
+        "of_limit": limit_ms / whole,
+        "kernels_ms": kernels,
+        "num_kernels": count,
+        "tokens_per_s": batch / whole * 1e3,
+        "longest": names,
+    }
+    for suffix, run_ahead in (("", False), ("_ahead", True)):
+        engine = engine_step_ms(device, batch, context, run_ahead=run_ahead)
+        row[f"engine_ms{suffix}"] = engine
+        row[f"idle_ms{suffix}"] = engine - kernels
+    if device.has_graphs:
+        with device.without_graphs():
+            eager = step_ms(device, rows)
+            row["ms_without_graphs"] = eager
+            row["ms_saved_by_graphs"] = eager - whole
+            if in_torch:
+                with device.without_fused_kernels():
+                    row["ms_in_plain_torch"] = step_ms(device, rows)
+                    row["kernels_ms_in_plain_torch"], row["num_kernels_in_plain_torch"], _ = busy(device, rows)
+    return row
+
+
+def prefill_row(device: Device, name: str, length: int, limit_ms: float) -> Row:
+    prompt = StepRow(
+        token_ids=[(3 * place) % 1000 + 3 for place in range(length)],
+        num_computed_tokens=0,
+        block_ids=array("i", range(-(-length // BLOCK_SIZE))),
+        draw=draw(GREEDY, 0),
+    )
+    whole = step_ms(device, [prompt], 5) if length <= CHUNK else float("nan")
+    kernels, count, names = busy(device, [prompt])
+    return {
+        "what": f"{name} prefill, {length} tokens in one step",
+        "ms": whole,
+        "limit_ms": limit_ms,
+        "of_limit": limit_ms / whole,
+        "kernels_ms": kernels,
+        "num_kernels": count,
+        "tokens_per_s": length / whole * 1e3,
+        "longest": names,
+    }
+
+
+def handoff_row(device: Device, name: str, length: int, prefill_ms: float) -> Row:
+    """Of the blocks of a prompt, and of those of its last chunk, which are all that is left when it is computed."""
+    row: Row = {"what": f"{name} handoff, {length} tokens"}
+    last = EngineSettings().chunk_size // BLOCK_SIZE
+    try:
+        whole, rest = handoff_ms(device.info.spec, -(-length // BLOCK_SIZE), last, DEVICE)
+    except BatonError as error:  # NIXL is not here
+        return row | {"why_not": error.message}
+    return row | {"ms": whole, "last_chunk_ms": rest, "last_chunk_of_prefill": rest / prefill_ms}
+
+
+def measure_model(name: str, args: argparse.Namespace, limits: Limits, folder: Path) -> Iterator[Row]:
     config = dict(MODELS[name])
     if args.layers:
         config["num_hidden_layers"] = args.layers
@@ -390,61 +469,26 @@ def measure_model(name: str, args: argparse.Namespace, limits: Limits, folder: P
     vocab = config["vocab_size"]
     assert isinstance(vocab, int)
     tokens = max(max(args.batches) * (args.context + STEPS + 24), max(args.prompts) + 64)
-    largest = max(args.batches)
+    say(f"{name}: weights are made and kernels prepared")
     device = make_device(
         config,
         folder / name,
         num_blocks=tokens // BLOCK_SIZE + 1,
-        max_num_seqs=largest,
+        max_num_seqs=max(args.batches),
         max_model_len=max(args.prompts) + 64,
     )
     attention = type(device._attention).__name__
     say(f"{name}: {size.dense / 1e9:.2f} G parameters in every step, {attention}, graphs: {device.has_graphs}")
-    for batch in args.batches:
-        rows = decode_rows(batch, args.context)
+    for batch in args.batches if "decode" in args.parts else ():
         limit = size.decode_bytes(batch, args.context) / limits.copy_gb_s / 1e6
-        whole = step_ms(device, rows)
-        kernels, count, names = busy(device, rows)
-        row: dict[str, object] = {
-            "what": f"{name} decode, batch {batch}, context {args.context}",
-            "ms": whole,
-            "limit_ms": limit,
-            "of_limit": limit / whole,
-            "kernels_ms": kernels,
-            "num_kernels": count,
-            "tokens_per_s": batch / whole * 1e3,
-            "engine_ms": engine_step_ms(device, batch, args.context),
-            "longest": names,
-        }
-        if device.has_graphs:
-            with device.without_graphs():
-                row["ms_without_graphs"] = step_ms(device, rows)
-                if batch == args.batches[0]:
-                    with device.without_fused_kernels():
-                        row["ms_in_plain_torch"] = step_ms(device, rows)
-                        row["kernels_ms_in_plain_torch"], row["num_kernels_in_plain_torch"], _ = busy(device, rows)
-        yield row
-    for length in args.prompts:
+        yield decode_row(device, name, batch, args.context, limit, in_torch=batch == args.batches[0])
+    for length in args.prompts if "prefill" in args.parts else ():
         flop = size.prefill_flop(length, size.hidden * vocab)
-        limit = flop / limits.gemm_tflop_s / 1e9
-        prompt = StepRow(
-            token_ids=[(3 * place) % 1000 + 3 for place in range(length)],
-            num_computed_tokens=0,
-            block_ids=array("i", range(-(-length // BLOCK_SIZE))),
-            draw=draw(GREEDY, 0),
-        )
-        whole = step_ms(device, [prompt], 5) if length <= CHUNK else float("nan")
-        kernels, count, names = busy(device, [prompt])
-        yield {
-            "what": f"{name} prefill, {length} tokens in one step",
-            "ms": whole,
-            "limit_ms": limit,
-            "of_limit": limit / whole,
-            "kernels_ms": kernels,
-            "num_kernels": count,
-            "tokens_per_s": length / whole * 1e3,
-            "longest": names,
-        }
+        row = prefill_row(device, name, length, flop / limits.gemm_tflop_s / 1e9)
+        yield row
+        if "handoff" in args.parts and length <= CHUNK:
+            assert isinstance(row["ms"], float)
+            yield handoff_row(device, name, length, row["ms"])
     del device
     torch.cuda.empty_cache()
 
@@ -456,6 +500,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompts", type=_numbers, default=[2048, 8192])
     parser.add_argument("--layers", type=int, default=0, help="of a model, fewer than it has")
+    parser.add_argument("--parts", type=_parts, default=list(PARTS), help="handoff goes with prefill")
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -469,21 +514,20 @@ def main() -> int:
     say(str(facts))
     limits = measure_limits()
     say(f"copy {limits.copy_gb_s:.0f} GB/s (read and written), bfloat16 product {limits.gemm_tflop_s:.0f} TFLOP/s")
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        errors = checked_paths(Path(folder))
+        errors = checked_paths(Path(folder)) if "paths" in args.parts else {}
         wrong = [path for path, error in errors.items() if not error < max(ERROR, TIMES * _of_torch(errors, path))]
         for path, error in errors.items():
             say(f"{path}: relative error {error:.4f}{'  WRONG' if path in wrong else ''}")
-        for name in args.models:
-            for row in measure_model(name, args, limits, Path(folder)):
-                rows.append(row)
-                numbers = {key: round(value, 3) for key, value in row.items() if isinstance(value, float)}
-                say(f"{row['what']}: {numbers}, {row['num_kernels']} kernels")
-                _write(args.json, {"facts": facts, "limits": vars_of(limits), "errors": errors, "rows": rows})
-                if time.monotonic() - BEGAN > args.seconds:
-                    say("no time is left for the rest")
-                    return int(bool(wrong))
+        _write(args.json, {"facts": facts, "limits": vars_of(limits), "errors": errors, "rows": rows})
+        for row in (row for name in args.models for row in measure_model(name, args, limits, Path(folder))):
+            rows.append(row)
+            _write(args.json, {"facts": facts, "limits": vars_of(limits), "errors": errors, "rows": rows})
+            say(f"{row['what']}: {told(row)}")
+            if time.monotonic() - BEGAN > args.seconds:
+                say("no time is left for the rest")
+                break
     return int(bool(wrong))
 
 
@@ -491,6 +535,11 @@ def _of_torch(errors: dict[str, float], path: str) -> float:
     """The error of the same steps with torch's attention."""
     model, _, kind = path.split(" ", 2)
     return errors.get(f"{model} torch {kind.removesuffix(' without graphs')}", 0.0)
+
+
+def told(row: Row) -> str:
+    figures = {key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()}
+    return ", ".join(f"{key} {one}" for key, one in figures.items() if key not in ("what", "longest"))
 
 
 def vars_of(limits: Limits) -> dict[str, float]:
@@ -510,9 +559,17 @@ def _version(package: str) -> str:
 
 
 def _names(text: str) -> list[str]:
+    return _known(text, MODELS)
+
+
+def _parts(text: str) -> list[str]:
+    return _known(text, PARTS)
+
+
+def _known(text: str, known: Collection[str]) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in MODELS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(MODELS)}")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(known)}")
     return names
 
 

@@ -46,6 +46,15 @@ def test_backends(name: str, changes: dict[str, object] | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "flashinfer"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("float16", 128), ("bfloat16", 256)])
+def test_backends_of_other_dtypes_and_heads(name: str, dtype: str, head_dim: int) -> None:
+    if name == "flashinfer":
+        pytest.importorskip("flashinfer")
+    spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
+    compare(name, spec, AttentionShape(num_heads=8, softmax_scale=0.125))
+
+
+@pytest.mark.parametrize("name", ["torch", "flashinfer"])
 def test_latents(name: str) -> None:
     """Latents of DeepSeek's size."""
     if name == "flashinfer":
@@ -57,7 +66,8 @@ def test_latents(name: str) -> None:
 
 
 def compare(name: str, spec: KVCacheSpec, shape: AttentionShape) -> None:
-    cache = torch.full((64, *spec.block_shape), float("nan"), dtype=torch.bfloat16)
+    dtype = getattr(torch, spec.dtype)
+    cache = torch.full((64, *spec.block_shape), float("nan"), dtype=dtype)
     device_cache = cache.cuda()
     backends = [attention_backend(device_cache, spec, shape, name), attention_backend(cache, spec, shape, "reference")]
     tables = [random.Random(i).sample(range(i * 16, i * 16 + 16), 16) for i in range(4)]
@@ -71,7 +81,7 @@ def compare(name: str, spec: KVCacheSpec, shape: AttentionShape) -> None:
         prepared = [backend.prepare(step) for backend in backends]
         for layer in range(2):
             heads, planes = shape.num_heads, (spec.num_planes, spec.num_kv_heads)
-            qkv = torch.randn(sum(sizes), heads + planes[0] * planes[1], spec.head_dim).bfloat16()
+            qkv = torch.randn(sum(sizes), heads + planes[0] * planes[1], spec.head_dim).to(dtype)
             kv = qkv[:, heads:].view(-1, *planes, spec.head_dim)
             ours = prepared[0].forward(layer, qkv[:, :heads].cuda(), kv.cuda())
             expected = prepared[1].forward(layer, qkv[:, :heads], kv)
