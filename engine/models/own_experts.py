@@ -13,6 +13,7 @@ from common.process.allocator import give_back_freed
 from engine.kernels.library import Activation, Kernels
 from engine.layers import Linear
 from engine.models.experts import ExpertMLPs, Gate
+from engine.models.shard import Span
 
 _INTERFACE = "transformers.integrations.moe"
 
@@ -20,10 +21,11 @@ _INTERFACE = "transformers.integrations.moe"
 class OwnExperts(nn.Module):
     """Stands in the place of a module of that interface."""
 
-    def __init__(self, mlps: ExpertMLPs) -> None:
+    def __init__(self, mlps: ExpertMLPs, num_experts: int) -> None:
+        """`num_experts` of the model: `mlps` may be some of them."""
         super().__init__()
         self.mlps = mlps
-        self.num_experts = len(mlps.downs)
+        self.num_experts = num_experts
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -50,13 +52,13 @@ def experts_of(base: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     ]
 
 
-def own_experts(module: nn.Module, kernels: Kernels) -> OwnExperts:
-    """Experts of ours for a module that `is_experts`. It loses its weights, one tensor after the other, so that no more
-    than one is in memory twice."""
+def own_experts(module: nn.Module, kernels: Kernels | None, span: Span | None = None) -> OwnExperts:
+    """Experts of ours for a module that `is_experts`; `span`: which of the model's it has, all if it is None. It loses
+    its weights, one tensor after the other, so that no more than one is in memory twice."""
     gate_ups, downs = (_packed(module, name, kernels) for name in ("gate_up_proj", "down_proj"))
-    mlps = ExpertMLPs(gate_ups, downs, _gate(module))
+    mlps = ExpertMLPs(gate_ups, downs, _gate(module), span=span)
     mlps.finish(kernels)
-    return OwnExperts(mlps)
+    return OwnExperts(mlps, len(downs) if span is None else span.whole)
 
 
 def _weight(module: nn.Module, name: str) -> torch.Tensor:
@@ -64,7 +66,7 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
     return weight.detach() if isinstance(weight, torch.Tensor) else torch.empty(0)
 
 
-def _packed(module: nn.Module, name: str, kernels: Kernels) -> list[Linear]:
+def _packed(module: nn.Module, name: str, kernels: Kernels | None) -> list[Linear]:
     weights = _weight(module, name)
     delattr(module, name)
     biases = _weight(module, f"{name}_bias") if module.has_bias else [None] * len(weights)

@@ -89,12 +89,9 @@ def build_model(
         config = _transformers_config(files.config)
         if getattr(config, "tie_word_embeddings", False):
             _is_tied(files)  # transformers decides; this says so
-        if deals_experts:
-            raise StartupError(
-                f"--expert-parallel-size: model type {config.model_type} runs on transformers' code, where each rank "
-                "has a part of every expert; leave it at 1"
-            )
-        return TransformersModel(config, num_positions=num_positions, dtype=dtype, device=device, group=group)
+        return TransformersModel(
+            config, num_positions=num_positions, dtype=dtype, device=device, group=group, deals_experts=deals_experts
+        )
     if is_composite(files.config):
         log.info("the text part of the model is served, without images", extra={"architecture": architecture})
     description = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)

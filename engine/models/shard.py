@@ -74,6 +74,14 @@ class Shard:
         return self.group.rank == 0
 
 
+def dealt_out(num_experts: int, group: RankGroup) -> Span:
+    """The experts that this rank has whole. Raises `StartupError` if one of the ranks has none."""
+    size, rank = group.size, group.rank
+    if num_experts < size:
+        raise StartupError(f"--expert-parallel-size {size} leaves a rank without any of {num_experts} experts")
+    return Span(rank * num_experts // size, (rank + 1) * num_experts // size, num_experts)
+
+
 def shard_of(whole: DecoderConfig, group: RankGroup, *, deals_experts: bool = False) -> Shard:
     """`deals_experts`: each rank has some experts whole, in place of a part of each. Raises `StartupError` that names
     what the ranks cannot share evenly."""
@@ -98,10 +106,7 @@ def shard_of(whole: DecoderConfig, group: RankGroup, *, deals_experts: bool = Fa
     if experts is None and deals_experts:
         raise StartupError(f"--expert-parallel-size {size}: this model has no experts")
     if experts is not None and deals_experts:
-        number = experts.num_experts
-        if number < size:
-            raise StartupError(f"--expert-parallel-size {size} leaves a rank without any of {number} experts")
-        dealt = Span(rank * number // size, (rank + 1) * number // size, number)
+        dealt = dealt_out(experts.num_experts, group)
         expert_inner = Span(0, experts.inner_size, experts.inner_size)
     elif experts is not None:
         dealt = Span(0, experts.num_experts, experts.num_experts)

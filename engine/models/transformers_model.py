@@ -44,6 +44,7 @@ from engine.models.leftovers import is_leftover
 from engine.models.own_experts import experts_of, is_experts, own_experts
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
+from engine.models.shard import dealt_out
 from engine.models.transformers_shard import add_up, load_shard, shard_of_transformers
 from engine.models.verified import COMPARED_WITH
 from engine.ranks.group import RankGroup
@@ -104,12 +105,16 @@ class TransformersModel(CausalLM):
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup | None = None,
+        deals_experts: bool = False,
     ) -> None:
-        """For sequences up to `num_positions`. Knows its sizes when it was loaded. `group`: the ranks that share it.
-        Raises `StartupError` if the architecture cannot be served, or the ranks cannot share it."""
+        """For sequences up to `num_positions`. Knows its sizes when it was loaded. `group`: the ranks that share it;
+        `deals_experts`: each has some experts whole. Raises `StartupError` if the architecture cannot be served, or
+        the ranks cannot share it."""
         import transformers
 
-        self._shard = None if group is None or group.size == 1 else shard_of_transformers(config, group)
+        self._shard = None
+        if group is not None and group.size > 1:
+            self._shard = shard_of_transformers(config, group, deals_experts=deals_experts)
         if self._shard is not None:
             config, self.kv_shard = self._shard.config, self._shard.kv_shard
         self._config, self._dtype, self._device = config, dtype, device
@@ -122,7 +127,7 @@ class TransformersModel(CausalLM):
             self.kv_variant += f" {self._longrope}"
             log.info("rotary frequencies", extra={"rope": self._longrope, "max_model_len": num_positions})
 
-    def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
+    def load(self, files: ModelFiles, kernels: Kernels | None) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM, Mxfp4Config
 
         check_files(files)  # transformers would not name the file that is not whole
@@ -169,6 +174,7 @@ class TransformersModel(CausalLM):
             self._take_apart()
         except UnsupportedAttentionError as error:
             raise self._refusal(error) from error
+        self._take_dealt_experts(kernels)
         layers, self.sinks = self._look_at_layers()
         first = layers[0]
         self.num_layers = len(layers)
@@ -204,6 +210,17 @@ class TransformersModel(CausalLM):
         self._base, self._given = base, _Given()
         self._positions, self._first_position = GivenPositions(base), first_position(self._config)
         setattr(self._top, name, self._given)
+
+    def _take_dealt_experts(self, kernels: Kernels | None) -> None:
+        """transformers' code does not compute some of the experts, so ours do before it first runs."""
+        self._num_swapped = 0  # elements
+        if self._shard is None or not self._shard.deals_experts:
+            return
+        for parent, (name,) in experts_of(self._base):
+            module = getattr(parent, name)
+            span = dealt_out(module.num_experts, self._shard.group)
+            self._num_swapped += module.gate_up_proj.numel() + module.down_proj.numel()
+            setattr(parent, name, own_experts(module, kernels, span))
 
     def _probe(self) -> tuple[list[LayerShape], torch.Tensor | None]:
         """Attention of all layers, and their sinks `[num_layers, num_heads]` float32 if any has some."""
@@ -253,7 +270,7 @@ class TransformersModel(CausalLM):
             else [(top, [name]) for top, names in self._linears for name in names]
         )
         what = f"quantising weights to {kernels.quantization}" if kernels and quantises else "replacing linear layers"
-        num_swapped = 0  # elements
+        num_swapped = self._num_swapped
         num_freed_bytes = 0  # since memory was given back
         with Progress(what, len(groups), "") as progress:
             for parent, names in groups:

@@ -3,7 +3,8 @@
 The model is built from a config with this rank's numbers of heads and inner elements, so transformers' code computes a
 smaller model. transformers' own plan for tensor parallelism says which weights are cut, and how: results of `colwise`
 layers, inputs of `rowwise` layers, whose results the ranks add up. Whatever the plan leaves whole is on every rank:
-embedding, head, norms, routers. Of the files no more is read than this rank has.
+embedding, head, norms, routers. Experts are cut like that, too, or each rank has some of them whole (expert
+parallelism). Of the files no more is read than this rank has.
 
 Code may use the number of a head in a way that shapes do not show. So only model types are served that were compared
 with one rank (`SHARED`).
@@ -26,6 +27,8 @@ from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.loading.checkpoints.checkpoint import readable
 from engine.loading.checkpoints.part import Part
+from engine.models.own_experts import is_experts
+from engine.models.shard import Span, dealt_out
 from engine.ranks.group import RankGroup
 
 if TYPE_CHECKING:
@@ -97,6 +100,7 @@ _MLP_PLAN = {
     for name, style in (("gate_proj", "colwise"), ("up_proj", "colwise"), ("down_proj", "rowwise"))
 }
 _CUT = ("colwise", "packed_colwise", "rowwise")
+_EXPERTS = "moe_tp_experts"  # the style of a module with all experts of a layer
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,6 +111,7 @@ class TransformersShard:
     config: PreTrainedConfig  # of this part
     plan: Mapping[str, str]  # styles by module or parameter, with * for numbers
     kv_shard: tuple[int, int]  # which part of the KV heads is here, of how many
+    deals_experts: bool  # each rank has some whole, in place of a part of each
 
     def style_of(self, name: str) -> str:
         """Of a parameter; empty if it is on every rank."""
@@ -117,8 +122,30 @@ class TransformersShard:
     def summed(self, base: nn.Module) -> Iterator[nn.Module]:
         """The modules whose results the ranks add up."""
         for name, module in base.named_modules():
-            if self.plan.get(_generic(name)) in ("rowwise", "moe_tp_experts"):
+            if self.plan.get(_generic(name)) in ("rowwise", _EXPERTS):
                 yield module
+
+    def keep_dealt(self, base: nn.Module) -> dict[str, Span]:
+        """Gives modules of experts, which have a part of every expert, the sizes of this rank's, whole, on the meta
+        device. Returns which experts these are, by the names of their parameters; none if experts are not dealt out.
+        Raises `StartupError` if they cannot be."""
+        spans: dict[str, Span] = {}
+        for name, module in base.named_modules() if self.deals_experts else ():
+            if self.plan.get(_generic(name)) != _EXPERTS:
+                continue
+            if not is_experts(module) or module.has_bias:
+                raise StartupError(
+                    f"--expert-parallel-size {self.group.size}: the experts of model type {self.config.model_type} "
+                    "cannot be dealt out; leave it at 1"
+                )
+            for key, inner in (("gate_up_proj", 1), ("down_proj", 2)):
+                weight = getattr(module, key)
+                sizes = list(weight.shape)
+                span = spans[f"{name}.{key}"] = dealt_out(sizes[0], self.group)
+                sizes[0] = span.size
+                sizes[3 - inner if module.is_transposed else inner] *= self.group.size
+                setattr(module, key, nn.Parameter(weight.new_empty(sizes, device="meta"), requires_grad=False))
+        return spans
 
     def part_of(self, name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> Part | None:
         """Of a tensor of the files that becomes (a part of) the parameter `name`, whose shape here is `target`; None if
@@ -149,8 +176,11 @@ def _share(count: int, rank: int, size: int, name: str) -> tuple[int, int]:
     return rank * count // size, (rank + 1) * count // size
 
 
-def shard_of_transformers(config: PreTrainedConfig, group: RankGroup) -> TransformersShard:
-    """Raises `StartupError` that names what the ranks cannot share. Reads no weights."""
+def shard_of_transformers(
+    config: PreTrainedConfig, group: RankGroup, *, deals_experts: bool = False
+) -> TransformersShard:
+    """`deals_experts`: each rank has some experts whole, in place of a part of each. Raises `StartupError` that names
+    what the ranks cannot share. Reads no weights."""
     flag = f"--tensor-parallel-size {group.size}"
     model_type = str(config.model_type)
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
@@ -159,6 +189,8 @@ def shard_of_transformers(config: PreTrainedConfig, group: RankGroup) -> Transfo
             f"{flag}: model type {model_type} runs on transformers' code and was not compared on several ranks; "
             "Baton's own decoders can be shared, and what docs/models.md lists"
         )
+    if deals_experts and _EXPERTS not in plan.values():
+        raise StartupError(f"--expert-parallel-size {group.size}: this model has no experts")
     plan = _MLP_PLAN | plan
     merged, down = "layers.*.mlp.gate_up_proj", "layers.*.mlp.down_proj"
     if (plan.get(merged), plan[down]) == ("colwise_gather_output", "rowwise_split_input"):
@@ -189,7 +221,7 @@ def shard_of_transformers(config: PreTrainedConfig, group: RankGroup) -> Transfo
             if size % group.size:
                 raise StartupError(f"{flag} does not divide {size}, the {key} of config.json")
             setattr(own, key, size // group.size)
-    return TransformersShard(group, own, plan, kv_shard)
+    return TransformersShard(group, own, plan, kv_shard, deals_experts)
 
 
 class _Slice:
@@ -210,6 +242,27 @@ class _Slice:
         return torch.cat([whole[start:stop] for start, stop in self._part.ranges])
 
 
+def _number_of_expert(name: str) -> int:
+    """Of a tensor in a file that has one expert's weights."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    if found is None:
+        raise StartupError(f"--expert-parallel-size: tensor {name} does not tell which expert it belongs to")
+    return int(found[1])
+
+
+def _with_dealt_experts(model_class: type[PreTrainedModel], shard: TransformersShard) -> type[PreTrainedModel]:
+    """The class, but its models have the experts that are dealt out to this rank."""
+    if not shard.deals_experts:
+        return model_class
+
+    def init(self: PreTrainedModel, *args: object, **kwargs: object) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        shard.keep_dealt(getattr(self, model_class.base_model_prefix))
+
+    names = {"__init__": init, "__module__": model_class.__module__}  # transformers looks both names up
+    return type(model_class.__name__, (model_class,), names)
+
+
 def load_shard(
     files: ModelFiles, shard: TransformersShard, dtype: torch.dtype, attention: str
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
@@ -222,6 +275,7 @@ def load_shard(
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(shard.config)]
     with torch.device("meta"):
         shapes_of = model_class(shard.config)
+    dealt = shard.keep_dealt(getattr(shapes_of, model_class.base_model_prefix))
     targets = shapes_of.state_dict()
     conversions = get_model_conversion_mapping(shapes_of)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -237,9 +291,15 @@ def load_shard(
                     part = None
                     if target in targets:
                         shape = tuple(handle.get_slice(name).get_shape())
-                        part = shard.part_of(target.removeprefix(prefix), shape, tuple(targets[target].shape))
+                        own = target.removeprefix(prefix)
+                        if own not in dealt:
+                            part = shard.part_of(own, shape, tuple(targets[target].shape))
+                        elif len(shape) == 3:  # all experts
+                            part = Part(0, ((dealt[own].start, dealt[own].stop),))
+                        elif not dealt[own].start <= _number_of_expert(name) < dealt[own].stop:
+                            continue
                     slices[name] = _Slice(handle, name, part)
-        top, found = model_class.from_pretrained(
+        top, found = _with_dealt_experts(model_class, shard).from_pretrained(
             None,
             config=shard.config,
             state_dict=slices,

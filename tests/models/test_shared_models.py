@@ -31,6 +31,12 @@ TOLERANCE = 2e-3  # of float32 logprobs, which spread over tens
 # Parallel blocks, latents and shared experts, norms of whole projections, experts.
 QUICK = ("cohere", "deepseek_v3", "olmo2", "glm4_moe")
 
+WITH_EXPERTS = [
+    model_type
+    for model_type in sorted(SHARED)
+    if "moe_tp_experts" in CONFIG_MAPPING[model_type].base_model_tp_plan.values()
+]
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
@@ -48,8 +54,18 @@ def small(model_type: str, path: Path) -> Path:
     raise AssertionError(f"no small {model_type}")
 
 
-def compute(group: RankGroup | None, path: Path) -> tuple[list[SampledToken | None], KVCacheSpec]:
-    settings = {"device": "cpu", "dtype": "float32", "block_size": 16, "num_blocks": 64, "num_threads": 1}
+def compute(
+    group: RankGroup | None, path: Path, expert_parallel_size: int = 1, kernels: str = "auto"
+) -> tuple[list[SampledToken | None], KVCacheSpec]:
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": 16,
+        "num_blocks": 64,
+        "num_threads": 1,
+        "expert_parallel_size": expert_parallel_size,
+        "kernels": kernels,
+    }
     runner = LocalDevice(path, EngineSettings.model_validate(settings), group=group)
     runner.kv_cache.fill_(float("nan"))
     token_ids = torch.randint(3, VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -70,8 +86,11 @@ def compute(group: RankGroup | None, path: Path) -> tuple[list[SampledToken | No
 def test_ranks_give_what_one_rank_gives(ranks: RankProcesses, tmp_path: Path, model_type: str) -> None:
     path = small(model_type, tmp_path / model_type)
     expected, whole = compute(None, path)
-    for size in (2, 4):
-        for rank, (tokens, spec) in enumerate(ranks.run(size, compute, path)):
+    runs = [(2, 1), (4, 1)]
+    if model_type in WITH_EXPERTS:  # some whole on each rank
+        runs += [(2, 2)] if model_type in QUICK else [(2, 2), (4, 4)]
+    for size, expert_parallel_size in runs:
+        for rank, (tokens, spec) in enumerate(ranks.run(size, compute, path, expert_parallel_size)):
             assert spec.fingerprint() == whole.fingerprint()
             for ours, theirs in zip(tokens, expected, strict=True):
                 assert ours is not None
