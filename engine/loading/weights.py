@@ -1,7 +1,8 @@
 """Weights from a checkpoint's files straight into place, tensor by tensor: never a second whole copy of the model.
 
 A place may be for a part of a tensor, if other ranks have the rest. Of a plain tensor, and of rows of GGUF, no more
-than that part is read. What Hugging Face's formats hold quantised is read whole, one matrix after the other.
+than that part is read. What Hugging Face's formats hold quantised is read whole, one matrix after the other. Tensors
+that only other ranks need are not read.
 """
 
 from __future__ import annotations
@@ -59,8 +60,12 @@ def load_weights(
             return NOTHING
         return place.part if isinstance(place, PartPlace) else None
 
+    def is_needed(name: str) -> bool:
+        new = rename(name)
+        return new is not None and (new in places or not may_skip(new))
+
     with Progress("loading weights", num_bytes, "B", log_interval_s=log_interval_s) as progress:
-        for each in _tensors(files, part_of, bytes_read):
+        for each in _tensors(files, part_of, is_needed, bytes_read):
             name = rename(each.name)
             if name is None:
                 progress.add(each.num_bytes)
@@ -79,8 +84,10 @@ def load_weights(
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise StartupError(f"model {files.path} lacks tensor {first}{others}; download it again")
     _log_formats(files, formats, kernels)
-    log.info("weights loaded", extra={"model": str(files.path), "tensors": len(places)})
-    return bytes_read.count if is_plain else None
+    num_bytes_read = bytes_read.count if is_plain else None
+    facts = {"model": str(files.path), "tensors": len(places)}
+    log.info("weights loaded", extra=facts if num_bytes_read is None else facts | {"bytes_read": num_bytes_read})
+    return num_bytes_read
 
 
 @dataclass(slots=True)
@@ -89,14 +96,19 @@ class _BytesRead:
 
 
 def _tensors(
-    files: ModelFiles, part_of: Callable[[str], Part | None], bytes_read: _BytesRead
+    files: ModelFiles,
+    part_of: Callable[[str], Part | None],
+    is_needed: Callable[[str], bool],
+    bytes_read: _BytesRead,
 ) -> Iterator[CheckpointTensor]:
     if files.is_gguf:
         from engine.loading.checkpoints.gguf_weights import gguf_tensors
 
         return gguf_tensors(files.weight_files[0])
     scheme = scheme_of(files.config)
-    return _safetensors(files, part_of, bytes_read) if scheme is None else quantized_tensors(files, scheme)
+    if scheme is not None:
+        return quantized_tensors(files, scheme, is_needed)
+    return _safetensors(files, part_of, bytes_read)
 
 
 def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, packs: bool) -> None:

@@ -22,7 +22,7 @@ from engine.models.description import DecoderConfig
 from engine.models.fused import FusedDecoder
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
-from engine.models.shard import Shard, places_of_rows, shard_of
+from engine.models.shard import Shard, log_dealt_out, places_of_rows, shard_of
 from engine.models.text_part import is_composite, text_name
 from engine.ranks.group import OneRank, RankGroup
 
@@ -87,6 +87,8 @@ class Decoder(CausalLM):
             may_skip=lambda name: name in elsewhere or self.may_skip(name),
             rename=rename,
         )
+        if elsewhere:
+            log_dealt_out(self.shard.experts)
         if self.config.tie_word_embeddings and self.embedding.packed is not None:
             self.head = Linear.packed_as(self.embedding.packed)
 

@@ -13,6 +13,7 @@ for columns of results is rows of the weight, as a weight is `[out_features, in_
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,8 @@ from engine.layers import Linear, Place, place_of_part
 from engine.loading.checkpoints.part import NOTHING, Part
 from engine.models.description import DecoderConfig
 from engine.ranks.group import RankGroup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,6 +83,11 @@ def dealt_out(num_experts: int, group: RankGroup) -> Span:
     if num_experts < size:
         raise StartupError(f"--expert-parallel-size {size} leaves a rank without any of {num_experts} experts")
     return Span(rank * num_experts // size, (rank + 1) * num_experts // size, num_experts)
+
+
+def log_dealt_out(experts: Span) -> None:
+    extra = {"experts": f"{experts.start} to {experts.stop - 1}", "of": experts.whole}
+    log.info("this rank has some experts of each layer, whole", extra=extra)
 
 
 def shard_of(whole: DecoderConfig, group: RankGroup, *, deals_experts: bool = False) -> Shard:

@@ -44,7 +44,7 @@ from engine.models.leftovers import is_leftover
 from engine.models.own_experts import experts_of, is_experts, own_experts
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
-from engine.models.shard import dealt_out
+from engine.models.shard import dealt_out, log_dealt_out
 from engine.models.transformers_shard import add_up, load_shard, shard_of_transformers
 from engine.models.verified import COMPARED_WITH
 from engine.ranks.group import RankGroup
@@ -216,11 +216,14 @@ class TransformersModel(CausalLM):
         self._num_swapped = 0  # elements
         if self._shard is None or not self._shard.deals_experts:
             return
+        span = None
         for parent, (name,) in experts_of(self._base):
             module = getattr(parent, name)
             span = dealt_out(module.num_experts, self._shard.group)
             self._num_swapped += module.gate_up_proj.numel() + module.down_proj.numel()
             setattr(parent, name, own_experts(module, kernels, span))
+        if span is not None:
+            log_dealt_out(span)
 
     def _probe(self) -> tuple[list[LayerShape], torch.Tensor | None]:
         """Attention of all layers, and their sinks `[num_layers, num_heads]` float32 if any has some."""

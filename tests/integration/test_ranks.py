@@ -4,17 +4,23 @@ without those of their processes that are killed."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 from tests.integration.ask import Salt, ask, check
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
 from tests.integration.stack import Fleet, command, descendants, running, wait_for
+from tests.integration.test_quantized_models import greedy
 from tests.nixl import needs_nixl
+from tests.router.tiny_tokenizer import endless_tokenizer_files
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -26,16 +32,20 @@ Answers = dict[str, Expected]
 class RankedFleet(Fleet):
     """One prefill worker and further decode workers, each with its own number of ranks."""
 
-    def __init__(self, folder: Path, connector: str, num_ranks: Sequence[int]) -> None:
-        self._num_ranks = list(num_ranks)
+    def __init__(
+        self, folder: Path, connector: str, num_ranks: Sequence[int], *flags: str, deals_experts: bool = False
+    ) -> None:
+        self._num_ranks, self._deals_experts = list(num_ranks), deals_experts
         self._ranks_at: dict[str, int] = {}
-        flags = (f"--connector={connector}", "--chunk-size=64", "--min-remote-tokens=1")
-        super().__init__(folder, *flags[:2], prefill=1, decode=len(num_ranks) - 1, router_flags=flags[2:])
+        flags = (f"--connector={connector}", "--chunk-size=64", *flags)
+        router_flags = ("--min-remote-tokens=1",)
+        super().__init__(folder, *flags, prefill=1, decode=len(num_ranks) - 1, router_flags=router_flags)
 
     def flags_of(self, address: str) -> Sequence[str]:
         if address not in self._ranks_at:
             self._ranks_at[address] = self._num_ranks.pop(0)
-        return (f"--tensor-parallel-size={self._ranks_at[address]}",)
+        number = self._ranks_at[address]
+        return (f"--tensor-parallel-size={number}", f"--expert-parallel-size={number if self._deals_experts else 1}")
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -86,3 +96,32 @@ def test_a_rank_that_is_killed_ends_its_worker_and_the_answer_goes_on(
         assert f"(process {first}) has ended" in victim.process.tail(40)
         wait_for("its other rank has ended", lambda: not Path(f"/proc/{second}").exists())
         fleet.replace(victim)
+
+
+def test_experts_that_are_dealt_out(tmp_path: Path) -> None:
+    """A prefill worker whose ranks have some experts each hands over to such a one, and to one process with all."""
+    path = make_model(tmp_path / "model", FAMILIES["mixtral"])
+    for file, content in endless_tokenizer_files().items():
+        (path / file).write_bytes(content)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    rng = random.Random(5)
+    flags = (f"--model={path}", "--dtype=float32", f"--cache-dir={tmp_path / 'cache'}")
+    fleet = RankedFleet(tmp_path, "shared_storage", (2, 2, 1), *flags, deals_experts=True)
+    used: set[str] = set()
+    num_compared = 0
+    with running(fleet), fleet.client() as client:
+        for _ in range(20):  # the router chooses
+            prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (40, 131, 75, 110)]
+            asked = [client.generate(prompt, temperature=0.0, max_tokens=50, ignore_eos=True) for prompt in prompts]
+            for prompt, answer in zip(prompts, asked, strict=True):
+                result = answer.result()
+                assert result.report.prefill_worker
+                used.add(result.report.decode_worker)
+                with torch.inference_mode():
+                    expected = greedy(reference, prompt)
+                assert list(result.token_ids[: len(expected)]) == expected
+                num_compared += len(expected)
+            if len(used) == 2:
+                break
+    assert len(used) == 2
+    assert num_compared > 50

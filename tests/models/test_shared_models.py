@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from common.config import EngineSettings
@@ -88,7 +91,7 @@ def test_ranks_give_what_one_rank_gives(ranks: RankProcesses, tmp_path: Path, mo
     expected, whole = compute(None, path)
     runs = [(2, 1), (4, 1)]
     if model_type in WITH_EXPERTS:  # some whole on each rank
-        runs += [(2, 2)] if model_type in QUICK else [(2, 2), (4, 4)]
+        runs.append((2, 2) if model_type in QUICK else (4, 4))
     for size, expert_parallel_size in runs:
         for rank, (tokens, spec) in enumerate(ranks.run(size, compute, path, expert_parallel_size)):
             assert spec.fingerprint() == whole.fingerprint()
@@ -126,6 +129,53 @@ def test_a_rank_has_its_part_of_the_layers(tmp_path: Path) -> None:
         for name, parameter in top.named_parameters():
             is_cut = "_proj" in name
             assert parameter.numel() == sizes[name] // (2 if is_cut else 1), name
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_rank_has_its_experts_whole(tmp_path: Path, is_merged: bool) -> None:
+    """As a file has them: each expert's weights in tensors of their own, or those of all experts in one."""
+    path = small("qwen2_moe", tmp_path / "qwen2_moe")
+    config = CONFIG_MAPPING["qwen2_moe"].from_dict(dict(open_model(path).config))
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    if is_merged:
+        save_file(whole, path / "model.safetensors", metadata={"format": "pt"})
+    experts = {name: weight for name, weight in whole.items() if ".experts." in name}
+    assert experts
+    for size in (2, 4):
+        parts: list[Mapping[str, torch.Tensor]] = []
+        for rank in range(size):
+            shard = shard_of_transformers(config, Nobody(rank, size), deals_experts=True)
+            top, found = load_shard(open_model(path), shard, torch.float32, "eager")
+            assert not found["missing_keys"]
+            assert not found["mismatched_keys"]
+            parts.append(top.state_dict())
+        for name, weight in experts.items():
+            assert len({len(part[name]) for part in parts}) <= 2
+            assert torch.equal(torch.cat([part[name] for part in parts]), weight)
+        assert parts[0]["model.layers.0.self_attn.q_proj.weight"].numel() * size == (
+            whole["model.layers.0.self_attn.q_proj.weight"].numel()
+        )
+
+
+def test_experts_that_cannot_be_dealt_out_are_named(tmp_path: Path) -> None:
+    path = small("qwen2_moe", tmp_path / "qwen2_moe")
+    config = CONFIG_MAPPING["qwen2_moe"].from_dict(dict(open_model(path).config))
+    shard = replace(shard_of_transformers(config, Nobody(0, 2), deals_experts=True), group=Nobody(0, 64))
+    with pytest.raises(StartupError, match=r"--expert-parallel-size 64 leaves a rank without any of \d+ experts"):
+        load_shard(open_model(path), shard, torch.float32, "eager")
+    with pytest.raises(StartupError, match="--expert-parallel-size 2: this model has no experts"):
+        shard_of_transformers(CONFIG_MAPPING["cohere"](), Nobody(0, 2), deals_experts=True)
+
+
+@pytest.mark.slow
+def test_experts_that_are_dealt_out_need_no_kernels(ranks: RankProcesses, tmp_path: Path) -> None:
+    path = small("qwen2_moe", tmp_path / "qwen2_moe")
+    expected, _ = compute(None, path, kernels="torch")
+    tokens, _ = ranks.run(2, compute, path, 2, "torch")[0]
+    for ours, theirs in zip(tokens, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        torch.testing.assert_close(full_logprobs(ours), full_logprobs(theirs), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(

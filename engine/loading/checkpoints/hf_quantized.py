@@ -7,7 +7,7 @@ mean weight = scale * (code - zero), with scale and zero for a group of a row's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -129,8 +129,11 @@ class _Rows(QuantizedTensor):
         return GroupedRows(self.layout, self._codes[start:stop], heads)
 
 
-def quantized_tensors(files: ModelFiles, scheme: Scheme) -> Iterator[CheckpointTensor]:
-    """All tensors of the checkpoint, those of a quantised matrix as one, under the name of the matrix."""
+def quantized_tensors(
+    files: ModelFiles, scheme: Scheme, is_needed: Callable[[str], bool] = lambda _: True
+) -> Iterator[CheckpointTensor]:
+    """The tensors of the checkpoint whose names are needed, those of a quantised matrix as one, under the name of the
+    matrix. Others are not read."""
     if scheme.quantizes_activations:
         log.info("the checkpoint asks for quantised activations; they stay in full precision, which is more exact")
     with ExitStack() as stack:
@@ -144,9 +147,13 @@ def quantized_tensors(files: ModelFiles, scheme: Scheme) -> Iterator[CheckpointT
             module, _, leaf = name.rpartition(".")
             if _is_part(leaf, scheme) or (leaf == "weight_scale" or leaf == "weight_scale_inv"):
                 continue
+            weight = f"{module}.weight"
+            is_packed = leaf in ("qweight", "weight_packed")
+            if not is_needed(weight if is_packed else name):
+                continue
             with readable(file):
                 parts = _Module(files, module, where)
-                if leaf in ("qweight", "weight_packed"):
+                if is_packed:
                     rows = parts.packed(leaf, scheme)
                 else:
                     tensor = handle.get_tensor(name)
@@ -154,7 +161,6 @@ def quantized_tensors(files: ModelFiles, scheme: Scheme) -> Iterator[CheckpointT
                         yield CheckpointTensor(file, name, tensor, tensor.nbytes)
                         continue
                     rows = parts.bytes_of(tensor, scheme)
-            weight = f"{module}.weight"
             if isinstance(rows, _Rows) and rows.is_packable:
                 yield CheckpointTensor(file, weight, rows, parts.num_bytes, f"{scheme.method} {rows.layout.codes.name}")
                 continue

@@ -37,7 +37,7 @@ from engine.ranks.shared_memory import exchange_library
 from engine.step import Draw, LogitEdits, Scoring, StepInput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.registry import create_connector
-from tests.engine.tiny_models import BLOCK_SIZE, VOCAB_SIZE, make_model
+from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE, make_model
 from tests.support.fake_device import add, assert_idle, run, tokens_of
 
 pytestmark = pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
@@ -51,6 +51,11 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "shared_by_ranks")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "mixture", {**FAMILIES["mixtral"], "sliding_window": None})
 
 
 class ThreadRank(threading.Thread):
@@ -144,6 +149,19 @@ def test_answers_are_those_of_one_rank(model: Path, num_ranks: int, mode: str) -
         thread = DeviceThread(device)
         given, num_preemptions = answers(thread, settings_of(num_ranks, run_ahead=True, **changes))
         thread.close()
+    assert given == wanted
+    assert num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_answers_of_dealt_out_experts_are_those_of_one_rank(mixture: Path, num_ranks: int) -> None:
+    changes = {"num_blocks": 9, "preemption_mode": "swap", "swap_space_gb": 0.01, "host_cache_gb": 0.001}
+    settings = settings_of(1, **changes)
+    wanted, _ = answers(LocalDevice(mixture, settings), settings)
+    with ranked(mixture, num_ranks, expert_parallel_size=num_ranks, **changes) as device:
+        given, num_preemptions = answers(device, settings_of(num_ranks, **changes))
+        assert device.kernels_name.endswith(f", {num_ranks} ranks, experts dealt out")
     assert given == wanted
     assert num_preemptions > 0
 

@@ -149,19 +149,6 @@ def test_experts_that_cannot_be_dealt_out_are_named() -> None:
         shard({**LLAMA_70B, "num_hidden_layers": 1}, 0, 8, deals_experts=True)
 
 
-def test_experts_of_transformers_code_are_not_dealt_out(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "model", {"model_type": "gpt_neox", "tie_word_embeddings": False})
-    with pytest.raises(StartupError, match="--expert-parallel-size: model type gpt_neox runs on transformers' code"):
-        build_model(
-            open_model(path),
-            num_positions=8,
-            dtype=torch.float32,
-            device=CPU,
-            group=Nobody(0, 2),
-            deals_experts=True,
-        )
-
-
 def test_transformers_code_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", {"model_type": "gpt_neox", "tie_word_embeddings": False})
     with (path / "model.safetensors").open("r+b") as file:

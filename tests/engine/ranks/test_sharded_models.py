@@ -22,6 +22,7 @@ from engine.step import Drawn, StepInput, StepRow
 from tests.engine.gguf_files import Type, write_gguf
 from tests.engine.kernels.variants import ALL
 from tests.engine.ranks.rank_processes import CountingGroup, RankProcesses
+from tests.engine.test_model_quantized import pack_fp8
 from tests.engine.tiny_models import (
     BLOCK_SIZE,
     FAMILIES,
@@ -114,13 +115,13 @@ def test_ranks_give_what_one_rank_gives(ranks: RankProcesses, models: Path, name
     check_equal(ranks.run(size, compute, path, ALL[-1]), compute(None, path, ALL[-1]))
 
 
-EXPERTS = ("mixtral", "qwen3_moe", "qwen3_moe_sparse")  # 5, 6 and 4: some ranks have one more than others
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.slow), ALL[-1]])
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS]
+    ("name", "kernels", "size"),
+    [
+        ("mixtral", ALL[-1], 2),  # 5 experts: some ranks have one more than others
+        *(pytest.param(name, ALL[-1], 4, marks=pytest.mark.slow) for name in ("mixtral", "qwen3_moe")),
+        pytest.param("qwen3_moe_sparse", "torch", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_experts_that_are_dealt_out_give_what_one_rank_gives(
     ranks: RankProcesses, models: Path, name: str, kernels: str, size: int
@@ -136,8 +137,10 @@ def test_ranks_without_kernels_give_what_one_rank_gives(ranks: RankProcesses, mo
     check_equal(ranks.run(2, compute, path, "torch"), compute(None, path, "torch"))
 
 
-def compute_quantised(group: RankGroup | None, path: Path) -> list[dict[int, torch.Tensor]]:
-    runner = make_runner(path, group=group)
+def compute_quantised(
+    group: RankGroup | None, path: Path, expert_parallel_size: int = 1
+) -> list[dict[int, torch.Tensor]]:
+    runner = make_runner(path, group=group, expert_parallel_size=expert_parallel_size)
     (sequence,) = random_sequences([50])
     for size in (33, 14, 1, 1, 1):
         advance(runner, [sequence], [size])
@@ -157,6 +160,19 @@ def test_weights_that_stay_quantised_are_cut_between_groups(
         (found,), *_ = ranks.run(size, compute_quantised, path)
         for position, logprobs in found.items():
             torch.testing.assert_close(logprobs, expected[position], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+def test_quantised_experts_that_cannot_be_cut_can_be_dealt_out(ranks: RankProcesses, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+    path = make_model(tmp_path / "model", {**FAMILIES["mixtral"], **sizes})
+    pack_fp8(path)  # in squares of 128 weights
+    with pytest.raises(StartupError, match=r"experts.0.w2.weight is quantised in groups of \d+ weights, which cannot"):
+        ranks.run(2, compute_quantised, path)
+    (expected,) = compute_quantised(None, path)
+    (found,), *_ = ranks.run(2, compute_quantised, path, 2)
+    for position, logprobs in found.items():
+        torch.testing.assert_close(logprobs, expected[position], atol=TOLERANCE, rtol=0)
 
 
 def test_a_group_that_would_be_cut_is_named(ranks: RankProcesses, tmp_path: Path) -> None:
