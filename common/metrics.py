@@ -326,11 +326,12 @@ worker_hedges = _counter(
 )
 worker_hedges_won = Counter("baton_worker_hedges_won", "Those of them in which that other prefill worker was first.")
 worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV this decode worker had to compute.")
-worker_steps_given_up = Counter(
+worker_steps_given_up = _counter(
     "baton_worker_steps_given_up",
     "Steps that ended early, between two layers: all their requests had ended, or they had prompts alone and a request "
     "came whose target would not have held after them.",
-    ["reason"],
+    "reason",
+    ("ended", "urgent"),
 )
 worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
 worker_late_requests = Counter(
