@@ -417,8 +417,7 @@ class EngineCore:
         return counted
 
     def _count(self, engine_id: str) -> None:
-        """The front adds a number to the id that the router knows."""
-        self._counted.append(request_tag(engine_id.rpartition("#")[0] or engine_id))
+        self._counted.append(request_tag(m.request_id_of(engine_id)))
 
     def take_block_news(self) -> list[m.Event]:
         """Names of blocks that became findable or were lost since the last call, as one event; none if nothing

@@ -18,6 +18,17 @@ from common.targets import LatencyTargets
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from kv_store.base import BlockRef
 
+
+def engine_id_of(request_id: str, number: int) -> str:
+    """What the engine calls a request: a worker may get the same id twice."""
+    return f"{request_id}#{number}"
+
+
+def request_id_of(engine_id: str) -> str:
+    """The id that a router knows; the same one if nobody has added a number to it."""
+    return engine_id.rpartition("#")[0] or engine_id
+
+
 # ---------------------------------------------------------------------------------------------- commands
 
 

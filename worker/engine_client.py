@@ -109,7 +109,7 @@ class EngineClient:
         if self.died.is_set():
             raise UnavailableError(f"the engine process ended: {self._failure}")
         self._check_room(num_tokens)
-        stream = EngineStream(self, request_id, f"{request_id}#{next(self._numbers)}", num_tokens)
+        stream = EngineStream(self, request_id, m.engine_id_of(request_id, next(self._numbers)), num_tokens)
         self._streams[stream.engine_id] = stream
         self._num_waiting += 1
         self._num_waiting_tokens += num_tokens
