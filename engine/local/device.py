@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,6 +168,13 @@ class LocalDevice(Device):
         linear.finish(self._kernels)
         return linear
 
+    def _keep(self, states: _States, hidden: torch.Tensor, rows: Iterable[StepRow]) -> None:
+        states.hidden, states.rows = hidden, {}
+        end = 0
+        for row in rows:
+            end += len(row.token_ids)
+            states.rows[self._slot(row.block_ids, row.num_computed_tokens + len(row.token_ids) - 1)] = end - 1
+
     def _slot(self, block_ids: Sequence[int], position: int) -> tuple[int, int]:
         number, offset = divmod(position, self.info.spec.block_size)
         return block_ids[number], offset
@@ -236,7 +243,7 @@ class LocalDevice(Device):
         order = sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
         hidden = self._forward([rows[index] for index in order], between_layers)
         if self._states is not None:
-            self._states.hidden, self._states.rows = hidden, {}
+            self._keep(self._states, hidden, [rows[index] for index in order])
         drawing: list[int] = []
         draws: list[Draw] = []
         last_tokens: list[int] = []
@@ -246,9 +253,6 @@ class LocalDevice(Device):
         for index in order:
             row = rows[index]
             start, end = end, end + len(row.token_ids)
-            if self._states is not None:
-                last = row.num_computed_tokens + len(row.token_ids) - 1
-                self._states.rows[self._slot(row.block_ids, last)] = end - 1
             if row.num_pooled:
                 pooled[index] = self._pool(hidden[end - row.num_pooled : end])
             if row.score is not None:

@@ -99,8 +99,8 @@ def load_medusa(path: Path, device: LocalDevice, model_dir: Path) -> MedusaDraft
     if file is None:
         raise StartupError(f"--speculation {path}: Medusa heads are in none of {', '.join(_FILES)}")
     heads = heads_of(_read(file), device, f"--speculation {file}")
-    num_bytes = sum(linear_bytes for _, linear_bytes in heads)
-    cost = num_bytes / len(heads) / weight_bytes(open_model(model_dir), 1)
+    num_weights = sum(of_head for _, of_head in heads)
+    cost = num_weights / len(heads) / weight_bytes(open_model(model_dir), 1)
     log.info("Medusa heads ready", extra={"file": str(file), "num_heads": len(heads), "cost": round(cost, 3)})
     return MedusaDrafter(device, [head for head, _ in heads], cost)
 
