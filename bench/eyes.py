@@ -48,7 +48,7 @@ from rich.table import Table
 
 from baton.cli.main import main as baton
 from bench.load import loops
-from bench.load.clients import Asked, GrpcClient, Request, ask
+from bench.load.clients import Asked, Client, GrpcClient, Request, ask
 from bench.processes import running, running_stack
 from bench.router.clients import Endpoint
 from bench.router.load import closed_loop, open_loop
@@ -157,45 +157,36 @@ def routers(tokenizer_dir: Path, load: _Load, logs: Path) -> Iterator[Mapping[st
         yield found
 
 
-def _of_router(router: _Router, load: _Load) -> float:
-    async def run() -> int:
+def _asked(router: _Router, requests: Callable[[Client], Coroutine[Any, Any, list[Asked]]]) -> list[Asked]:
+    """What became of requests over REST, by a client of their own."""
+
+    async def run() -> list[Asked]:
         client = Endpoint("rest", router.address).connect()
         try:
-            return len(await closed_loop(client, load.streams, load.tokens, load.seconds))
-        finally:
-            await client.close()
-
-    before = own_cpu_s(router.pid)
-    num_requests = uvloop.run(run())
-    return 1e6 * (own_cpu_s(router.pid) - before) / num_requests
-
-
-def _served_in_a_second(router: _Router, load: _Load) -> float:
-    """Requests, if there are always more of them than the processes can serve."""
-
-    async def run() -> float:
-        client = Endpoint("rest", router.address).connect()
-        try:
-            start = time.perf_counter()
-            answers = await closed_loop(client, _FULL_LOAD_STREAMS, load.tokens, _HALF_LOAD_TURN_S)
-            return len(answers) / (time.perf_counter() - start)
+            return await requests(client)
         finally:
             await client.close()
 
     return uvloop.run(run())
 
 
+def _of_router(router: _Router, load: _Load) -> float:
+    before = own_cpu_s(router.pid)
+    asked = _asked(router, lambda client: closed_loop(client, load.streams, load.tokens, load.seconds))
+    return 1e6 * (own_cpu_s(router.pid) - before) / len(asked)
+
+
+def _served_in_a_second(router: _Router, load: _Load) -> float:
+    """Requests, if there are always more of them than the processes can serve."""
+    start = time.perf_counter()
+    asked = _asked(router, lambda client: closed_loop(client, _FULL_LOAD_STREAMS, load.tokens, _HALF_LOAD_TURN_S))
+    return len(asked) / (time.perf_counter() - start)
+
+
 def _first_token(router: _Router, load: _Load, rate: float) -> float:
     """Median time to first token over REST, µs, of one turn."""
-
-    async def run() -> list[Asked]:
-        client = Endpoint("rest", router.address).connect()
-        try:
-            return await open_loop(client, rate, load.tokens, _HALF_LOAD_TURN_S)
-        finally:
-            await client.close()
-
-    return 1e6 * statistics.median(one.ttft_s for one in uvloop.run(run()))
+    asked = _asked(router, lambda client: open_loop(client, rate, load.tokens, _HALF_LOAD_TURN_S))
+    return 1e6 * statistics.median(one.ttft_s for one in asked)
 
 
 @contextlib.contextmanager

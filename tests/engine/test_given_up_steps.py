@@ -11,7 +11,7 @@ import pytest
 from common import metrics
 from common.config import EngineSettings
 from common.sampling import SamplingParams
-from common.targets import LatencyTargets
+from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
 from engine.device import StepGivenUp, Ticket, do_nothing
@@ -20,11 +20,9 @@ from engine.local.device import LocalDevice
 from engine.sampling.draws import draw
 from engine.scheduling.slack import MOST_GIVEN_UP
 from engine.step import StepInput, StepOutput, StepRow
-from kv_store.base import ConnectorConfig
-from kv_store.memory import MemoryConnector
+from tests.engine.test_slack import TIME, Timed
 from tests.engine.tiny_models import make_model
 from tests.support.fake_device import (
-    BLOCK_SIZE,
     FakeDevice,
     TimedDevice,
     add,
@@ -34,10 +32,8 @@ from tests.support.fake_device import (
     run,
     tokens_of,
 )
-from tests.support.linear_time import linear_time
 
 NUM_LAYERS = 10
-TIME = linear_time(0.010, 0.001)  # of a step, and of each of its tokens
 
 
 def num_given_up(reason: str) -> float:
@@ -122,54 +118,28 @@ class LayeredTime(TimedDevice):
             except StepGivenUp:
                 self.given_up_at.append(self.now)
                 return StepOutput.given_up(step)
-        return StepOutput(tokens=[None if row.draw is None else draw_one() for row in step.rows], elapsed_s=elapsed_s)
-
-
-def draw_one() -> m.SampledToken:
-    return m.SampledToken(1)
-
-
-class Timed:
-    def __init__(self, **options: object) -> None:
-        self.device = LayeredTime()
-        self.core = EngineCore(
-            EngineSettings.model_validate(
-                {"block_size": BLOCK_SIZE, "queue_policy": "slo", "chunk_size": 512, **options}
-            ),
-            self.device,
-            MemoryConnector(ConnectorConfig(epoch="e1", worker_id="timed")),
-            lambda: self.device.now,
-            lambda: None,
-            batch_time=lambda: TIME,
-        )
-        self.first_at: dict[str, float] = {}
-
-    def ask(self, request_id: str, num_prompt: int, ttft_ms: float | None = None, max_tokens: int = 1) -> None:
-        add(
-            self.core,
-            request_id,
-            [len(self.core.scheduler.requests)] * num_prompt,
-            params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-            targets=None if ttft_ms is None else LatencyTargets(ttft_ms, None),
-            asked_time=self.device.now,
+        return StepOutput(
+            tokens=[None if row.draw is None else SampledToken(1) for row in step.rows], elapsed_s=elapsed_s
         )
 
-    def run(self) -> dict[str, float]:
-        """When each first token came, in milliseconds."""
-        while self.core.step():
-            for event in self.core.take_events():
-                if isinstance(event, m.TokensGenerated):
-                    self.first_at.setdefault(event.request_id, 1000 * self.device.now)
-        assert_idle(self.core)
-        return self.first_at
+
+def layered_time() -> tuple[Timed, LayeredTime]:
+    device = LayeredTime()
+    return Timed(device=device, chunk_size=512), device
+
+
+def first_ms(engine: Timed) -> dict[str, float]:
+    """When each first token came."""
+    engine.run()
+    return {request_id: 1000 * times[0] for request_id, times in engine.token_times.items()}
 
 
 def test_a_long_prompt_makes_way_for_one_that_cannot_wait() -> None:
-    engine, before = Timed(), num_given_up("urgent")
+    (engine, device), before = layered_time(), num_given_up("urgent")
     engine.ask("long", 300)  # 310 ms
-    engine.device.at[0.1] = lambda: engine.ask("urgent", 40, ttft_ms=100)  # 50 ms
-    first_at = engine.run()
-    assert engine.device.given_up_at == pytest.approx([0.124])
+    device.at[0.1] = lambda: engine.ask("urgent", 40, ttft_ms=100)  # 50 ms
+    first_at = first_ms(engine)
+    assert device.given_up_at == pytest.approx([0.124])
     assert first_at["urgent"] < 124 + 100
     assert first_at["long"] > 124 + 50 + 300
     assert num_given_up("urgent") == before + 1
@@ -187,29 +157,29 @@ def test_a_long_prompt_makes_way_for_one_that_cannot_wait() -> None:
 def test_a_step_goes_on_if_giving_it_up_helps_nobody(
     num_prompt: int, ttft_ms: float | None, long_ttft_ms: float | None
 ) -> None:
-    engine = Timed()
-    engine.ask("long", 300, long_ttft_ms)
-    engine.device.at[0.1] = lambda: engine.ask("next", num_prompt, ttft_ms)
-    first_at = engine.run()
-    assert engine.device.given_up_at == []
+    engine, device = layered_time()
+    engine.ask("long", 300, ttft_ms=long_ttft_ms)
+    device.at[0.1] = lambda: engine.ask("next", num_prompt, ttft_ms=ttft_ms)
+    first_at = first_ms(engine)
+    assert device.given_up_at == []
     assert first_at["long"] == pytest.approx(310)
 
 
 def test_decodes_are_not_given_up() -> None:
-    engine = Timed()
+    engine, device = layered_time()
     engine.ask("answer", 20, max_tokens=4)
-    engine.device.at[0.035] = lambda: engine.ask("urgent", 5, ttft_ms=19)
+    device.at[0.035] = lambda: engine.ask("urgent", 5, ttft_ms=19)
     engine.run()
-    assert engine.device.given_up_at == []
+    assert device.given_up_at == []
 
 
 def test_a_prompt_makes_way_so_often_and_no_more() -> None:
-    engine = Timed()
+    engine, device = layered_time()
     engine.ask("long", 300)
     for number in range(MOST_GIVEN_UP + 2):
-        engine.device.at[0.1 + 0.2 * number] = lambda: engine.ask(f"urgent {engine.device.now}", 40, ttft_ms=100)
-    first_at = engine.run()
-    assert len(engine.device.given_up_at) == MOST_GIVEN_UP
+        device.at[0.1 + 0.2 * number] = lambda: engine.ask(f"urgent {device.now}", 40, ttft_ms=100)
+    first_at = first_ms(engine)
+    assert len(device.given_up_at) == MOST_GIVEN_UP
     assert "long" in first_at
 
 

@@ -32,9 +32,17 @@ TIME = linear_time(0.010, 0.001)
 class Timed:
     """An engine, and when its tokens came."""
 
-    def __init__(self, *, time: BatchTime | None = TIME, num_blocks: int = 500, **options: object) -> None:
+    def __init__(
+        self,
+        *,
+        time: BatchTime | None = TIME,
+        num_blocks: int = 500,
+        device: TimedDevice | None = None,
+        **options: object,
+    ) -> None:
+        """On `device`, or on one that it makes."""
         self.time = time
-        self.device = TimedDevice(lambda step: (time or TIME).seconds(step.shape), num_blocks)
+        self.device = device or TimedDevice(lambda step: (time or TIME).seconds(step.shape), num_blocks)
         self.core = EngineCore(
             EngineSettings.model_validate({"block_size": BLOCK_SIZE, "queue_policy": "slo", **options}),
             self.device,
