@@ -1,14 +1,15 @@
 """What ranks of one model cost each other: exchanges of values, and steps that they compute together.
 
     python -m bench.ranks exchange [--ranks 2] [--bytes 8192,1048576] [--repeats 400] [--dtype float32]
-    python -m bench.ranks steps [--ranks 2] [--model DIRECTORY] [--dtype bfloat16] [--repeats 5]
+    python -m bench.ranks steps [--ranks 2] [--stages 2] [--model DIRECTORY] [--dtype bfloat16] [--repeats 5]
 
 `exchange`: microseconds of an all-reduce in shared memory and by Gloo over loopback, the median on rank 0, and how long
 its thread had a core for each.
 
 `steps`: milliseconds of a decode step of 1 and of 8 sequences after 128 tokens and of a prompt of 512 tokens, by one
-process with as many threads as there are ranks, and by the ranks with one thread each; the median. Then the share of
-its time that rank 0 spent in exchanges, waiting included. Without --model a Llama of 16 layers with random weights
+process with as many threads as there are ranks, by the ranks with one thread each, and with --stages by so many stages
+of one rank; the median. Then the share of its time that rank 0 spent in exchanges, waiting included; of stages, what it
+waited for the stage before. Without --model a Llama of 16 layers with random weights
 computes: the embedded model has 9 heads, which 2 ranks cannot share.
 
 Times are those of a clock: nothing else may run, and each rank needs a core.
@@ -37,11 +38,12 @@ from transformers import LlamaConfig
 from bench.engine import random_model
 from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
 from common.cpu import read_cpu
-from engine.device import Device
+from engine.device import Device, do_nothing
 from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
 from engine.ranks.device import RankedDevice
 from engine.ranks.group import GlooGroup, RankGroup
+from engine.ranks.link import SocketLink
 from engine.ranks.shared_memory import SharedMemoryGroup, make_segment
 from engine.step import Draw, StepRow
 
@@ -130,6 +132,16 @@ def step_rows(batch: int) -> list[StepRow]:
     ]
 
 
+class WatchedLink(SocketLink):
+    """Adds up the seconds that hidden states are waited for."""
+
+    def receive(self, meanwhile: Callable[[], None] = do_nothing) -> torch.Tensor:
+        start = time.perf_counter()
+        values = super().receive(meanwhile)
+        Watched.seconds += time.perf_counter() - start
+        return values
+
+
 class Watched(SharedMemoryGroup):
     """Adds up the seconds that exchanges take."""
 
@@ -162,38 +174,48 @@ def measure(device: Device, batch: int, repeats: int) -> tuple[float, float]:
 def steps(args: argparse.Namespace) -> None:
     embedded = ensure_model(DEFAULT_MODEL, default_cache_dir(), print)
     with random_model(LlamaConfig(**LLAMA), embedded) if args.model is None else nullcontext(args.model) as model_dir:
-        one, ranks = (_measured(model_dir, args, num_ranks) for num_ranks in (1, args.ranks))
+        num_threads = max(args.ranks, args.stages)
+        one = _measured(model_dir, args, num_threads)
+        ways = {f"{args.ranks} ranks, a thread each": _measured(model_dir, args, args.ranks, num_ranks=args.ranks)}
+        if args.stages > 1:
+            name = f"{args.stages} stages, a thread each"
+            ways[name] = _measured(model_dir, args, args.stages, num_stages=args.stages)
     table = Table(title=f"{read_cpu().title}\n{args.dtype}: a step, ms")
-    for name in (
-        "step",
-        f"one process, {args.ranks} threads",
-        f"{args.ranks} ranks, a thread each",
-        "times",
-        "exchanges",
-    ):
+    for name in ("step", f"one process, {num_threads} threads"):
         table.add_column(name, justify="right")
-    for name, (alone, _), (shared, share) in zip(
-        ("decode 1", "decode 8", f"prefill {PROMPT}"), one, ranks, strict=True
-    ):
-        table.add_row(name, f"{alone:.2f}", f"{shared:.2f}", f"{alone / shared:.2f}", f"{share:.0%}")
-    Console(width=100).print(table)
+    for way in ways:
+        for name in (way, "times", "exchanges"):
+            table.add_column(name, justify="right")
+    for index, name in enumerate(("decode 1", "decode 8", f"prefill {PROMPT}")):
+        alone, _ = one[index]
+        cells = [name, f"{alone:.2f}"]
+        for shared, share in (found[index] for found in ways.values()):
+            cells += [f"{shared:.2f}", f"{alone / shared:.2f}", f"{share:.0%}"]
+        table.add_row(*cells)
+    Console(width=120).print(table)
 
 
-def _measured(model_dir: Path, args: argparse.Namespace, num_ranks: int) -> list[tuple[float, float]]:
+def _measured(
+    model_dir: Path, args: argparse.Namespace, num_threads: int, *, num_ranks: int = 1, num_stages: int = 1
+) -> list[tuple[float, float]]:
     settings = EngineSettings(
         device="cpu",
         dtype=args.dtype,
         block_size=BLOCK_SIZE,
         num_blocks=8 * (CONTEXT // BLOCK_SIZE + 1),
         max_model_len=1024,
-        num_threads=args.ranks,
+        num_threads=num_threads,
         tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=num_stages,
     )
     device: LocalDevice | RankedDevice
-    if num_ranks == 1:
+    if num_ranks * num_stages == 1:
         device = LocalDevice(model_dir, settings)
     else:
-        with mock.patch("engine.ranks.device.SharedMemoryGroup", Watched):
+        with (
+            mock.patch("engine.ranks.meeting.SharedMemoryGroup", Watched),
+            mock.patch("engine.ranks.meeting.SocketLink", WatchedLink),
+        ):
             device = RankedDevice(model_dir, settings)
     device.warm_up()
     found = [measure(device, batch, args.repeats) for batch in (1, 8, 0)]
@@ -214,6 +236,7 @@ def main() -> None:
     stepping.add_argument("--model", type=Path)
     stepping.add_argument("--repeats", type=int, default=5)
     stepping.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    stepping.add_argument("--stages", type=int, default=1)
     stepping.set_defaults(run=steps)
     for one in (exchanging, stepping):
         one.add_argument("--ranks", type=int, default=2)

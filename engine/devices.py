@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | RankedDevice | SimulatedDevice:
     """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`, and
     `ConfigError` for settings that do not go together."""
-    num_ranks = settings.tensor_parallel_size
-    if settings.expert_parallel_size > 1 and num_ranks == 1:
+    if settings.expert_parallel_size > 1 and settings.tensor_parallel_size == 1:
         raise ConfigError("--expert-parallel-size", "needs as many processes: set --tensor-parallel-size, too")
     if settings.device == SIMULATED:
-        if num_ranks > 1:
-            raise ConfigError("--tensor-parallel-size", "a simulated device takes the time that --simulated-time says")
+        if settings.num_ranks > 1:
+            raise ConfigError(settings.flag_of_ranks, "a simulated device takes the time that --simulated-time says")
         return SimulatedDevice(model_dir, settings)
-    if num_ranks > 1:
+    if settings.num_ranks > 1:
         from engine.ranks.device import RankedDevice
 
         return RankedDevice(model_dir, settings)

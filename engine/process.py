@@ -148,8 +148,8 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     connector = create_connector(settings.connector, config, settings.tensor_parallel_size)
     store = create_store(settings.connector, settings.store, config, settings.tensor_parallel_size)
-    if settings.record_steps and settings.tensor_parallel_size > 1:
-        raise ConfigError("--record-steps", "does not go with --tensor-parallel-size: it sees one process' KV")
+    if settings.record_steps and settings.num_ranks > 1:
+        raise ConfigError("--record-steps", f"does not go with {settings.flag_of_ranks}: it sees one process' KV")
     device = open_device(Path(bootstrap.model_dir), settings)
     compile_grammar = GrammarCompiler(
         Path(bootstrap.model_dir) / "tokenizer.json", device.info.vocab_size, device.info.eos_token_ids

@@ -49,6 +49,7 @@ _OF_WORKERS = (
     "cpu_cores",
     "engine_timeout",
     "expert_parallel_size",
+    "pipeline_parallel_size",
     "tensor_parallel_size",
 )  # settings of the processes around an engine
 OPTIONS = frozenset(EngineSettings.model_fields) - set(_OF_WORKERS)

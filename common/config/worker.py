@@ -122,6 +122,11 @@ class EngineSettings(ModelSettings):
         description="processes that compute the model together, each with a part of every layer (docs/ranks.md); "
         "CPU only",
     )
+    pipeline_parallel_size: Positive = Field(
+        1,
+        description="stages that compute the model together, each with some of its layers and "
+        "--tensor-parallel-size processes (docs/ranks.md); CPU only",
+    )
     expert_parallel_size: Positive = Field(
         1,
         description="as many as --tensor-parallel-size: of a mixture of experts each of those processes has some "
@@ -133,6 +138,16 @@ class EngineSettings(ModelSettings):
     cpu_cores: Annotated[tuple[int, ...], BeforeValidator(comma_separated)] = Field(
         (), description="cores that the engine process is pinned to, as 0,1; none pinned if empty"
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def flag_of_ranks(self) -> str:
+        """The flag that asks for several of them, for messages."""
+        return "--tensor-parallel-size" if self.pipeline_parallel_size == 1 else "--pipeline-parallel-size"
 
     @property
     def takes_priorities(self) -> bool:

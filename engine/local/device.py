@@ -32,10 +32,12 @@ from engine.local.host_cache import allocate_host_cache, copy_blocks
 from engine.local.loading import LoadedModel, load_model
 from engine.local.memory import num_cache_blocks
 from engine.local.scores import score_tokens
+from engine.models.stage import Stage
 from engine.ranks.group import OneRank, RankGroup
+from engine.ranks.pipeline import Pipeline
 from engine.sampling.draws import draw
 from engine.sampling.sampler import sample
-from engine.step import Draw, Drawn, StepInput, StepOutput, StepRow
+from engine.step import Draw, StepInput, StepOutput, StepRow
 from kv_store.host_pages import prepare_pages
 
 log = logging.getLogger(__name__)
@@ -57,34 +59,41 @@ class LocalDevice(Device):
         attention: str | None = None,
         raises: bool = False,
         group: RankGroup | None = None,
+        pipeline: Pipeline | None = None,
         allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None. A
         device that `raises` passes on what stops a step in `end`: it may be an exception of the program that calls it.
         One of several ranks always does, since it cannot go on beside the others after half a step. `group`: the other
         ranks; None if there are none. Its planes are then those of this rank's heads, and equal on ranks that share
-        heads; it has as many blocks as all ranks have. `allocate` gives a KV cache on the CPU its memory.
+        heads; it has as many blocks as all ranks have. `pipeline`: the other stages, if this is one of several; `group`
+        are then the ranks of this stage. The planes have all layers, and a stage writes its own. `allocate` gives a KV
+        cache on the CPU its memory.
 
         Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the
         device is not there, memory does not suffice, the context is longer than the model or the cache allows, or the
         ranks cannot share the model.
         """
         group = group or OneRank()
-        if group.size == 1 and settings.tensor_parallel_size > 1:
-            raise ConfigError("--tensor-parallel-size", "is for workers: here one process computes the whole model")
+        self._pipeline = pipeline = pipeline or Pipeline(Stage(), everybody=group)
+        is_alone = pipeline.everybody.size == 1
+        if is_alone and settings.num_ranks > 1:
+            raise ConfigError(settings.flag_of_ranks, "is for workers: here one process computes the whole model")
         self._group = group
-        loaded = load_model(model_dir, settings, group)
+        loaded = load_model(model_dir, settings, group, pipeline)
         spec, model = loaded.spec, loaded.model
         self.device = loaded.device
         self.dtype = loaded.dtype
         self._model = model
         self._kernels = loaded.kernels
         self._padding = loaded.padding
-        self._raises = raises or group.size > 1
+        self._raises = raises or not is_alone
         self._check_ranks(spec, loaded)
-        num_blocks = self._least(num_cache_blocks(spec, loaded.device, settings, group.size))
+        num_blocks = self._least(
+            num_cache_blocks(spec, loaded.device, settings, group.size, num_stages=pipeline.stage.count)
+        )
         max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
-        may_record = loaded.device.type == "cuda" and not settings.enforce_eager and group.size == 1
+        may_record = loaded.device.type == "cuda" and not settings.enforce_eager and is_alone
         cache_shape = (num_blocks + may_record, *spec.block_shape)
         blocks = (  # one more than the engine knows, for the padding of recorded graphs
             torch.empty(cache_shape, dtype=loaded.dtype, device=loaded.device)
@@ -92,7 +101,8 @@ class LocalDevice(Device):
             else allocate(cache_shape, loaded.dtype)
         )
         self.kv_cache = blocks[:num_blocks]
-        prepare_pages(self.kv_cache)
+        if pipeline.stage.is_last:  # the others have the same memory
+            prepare_pages(self.kv_cache)
         self._host_cache = allocate_host_cache(settings, spec, loaded.device, group.size)
         self.info = DeviceInfo(
             spec=spec,
@@ -108,7 +118,7 @@ class LocalDevice(Device):
             device_reason=loaded.device_reason,
             kernels=loaded.kernels_choice.instruction_set,
             kernels_reason=loaded.kernels_choice.reason,
-            gives_up=loaded.device.type == "cpu" and group.size == 1,
+            gives_up=loaded.device.type == "cpu" and is_alone,
             free_rows=loaded.free_rows,
         )
         shape = AttentionShape(
@@ -192,7 +202,7 @@ class LocalDevice(Device):
         beside = _Timed(meanwhile)
         start = time.perf_counter()
         try:
-            rows = [row if row.first is None else self._resolved(row, row.first) for row in step.rows]
+            rows = [self.resolved(row) for row in step.rows]
             with as_current(self.device):
                 output = self._compute(rows, beside)
         except StepGivenUp:
@@ -225,8 +235,12 @@ class LocalDevice(Device):
                     self._model, self._attention, spare_block=self.info.num_blocks, sizes=self._graph_sizes
                 )
 
-    def _resolved(self, row: StepRow, first: Drawn) -> StepRow:
-        """The row with the token that an earlier step drew as its first one."""
+    def resolved(self, row: StepRow) -> StepRow:
+        """The row with the token that an earlier step drew as its first one; itself if it begins with none. Raises
+        `InternalError` if that step drew none, or has not ended."""
+        first = row.first
+        if first is None:
+            return row
         token = next((tokens[first.row] for number, tokens in self._drawn if number == first.step), None)
         if token is None:
             raise InternalError(f"row {first.row} of step {first.step} drew no token that is still known")
@@ -240,8 +254,10 @@ class LocalDevice(Device):
         if self._graphs is not None and self._graphs.takes(rows):
             return StepOutput(tokens=self._replay(self._graphs, rows))
         # Decodes first, by length: attention then sees neighbours that it can compute together.
-        order = sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
+        order = self._pipeline.order(rows) or sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
         hidden = self._forward([rows[index] for index in order], between_layers)
+        if not self._pipeline.stage.is_last:
+            return StepOutput(tokens=tokens)
         if self._states is not None:
             self._keep(self._states, hidden, [rows[index] for index in order])
         drawing: list[int] = []
@@ -288,12 +304,24 @@ class LocalDevice(Device):
 
     def _forward(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> torch.Tensor:
         """Hidden states of all new tokens, `[that many, hidden_size]`, row by row."""
+
+        def compute(part: Sequence[StepRow], hidden: torch.Tensor | None) -> torch.Tensor:
+            return self._forward_from(part, hidden, between_layers)
+
+        return self._pipeline.forward(rows, compute, between_layers)
+
+    def _forward_from(
+        self, rows: Sequence[StepRow], hidden: torch.Tensor | None, between_layers: Callable[[], None]
+    ) -> torch.Tensor:
+        """`hidden`: what the stage before gave for the rows; None in the first stage."""
         token_ids = [token_id for row in rows for token_id in row.token_ids]
         starts = [row.num_computed_tokens for row in rows]
         counts = [len(row.token_ids) for row in rows]
         step = self._attention.prepare(rows)
-        inputs = (to_device(token_ids, self.device), to_device(_positions(starts, counts), self.device))
-        return self._model.forward(*inputs, step, between_layers)
+        positions = to_device(_positions(starts, counts), self.device)
+        if hidden is not None:
+            return self._model.forward_from(hidden, positions, step, between_layers)
+        return self._model.forward(to_device(token_ids, self.device), positions, step, between_layers)
 
     def _sample(self, states: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
         """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
@@ -324,17 +352,18 @@ class LocalDevice(Device):
     def _check_ranks(self, spec: KVCacheSpec, loaded: LoadedModel) -> None:
         """Raises `StartupError` that names a rank which has another model, or computes it otherwise: each rank computes
         norms and routers for itself, and all have to come to the same bits."""
+        everybody = self._pipeline.everybody
         own = f"KV {spec.fingerprint()}, kernels {loaded.kernels_choice.instruction_set}, torch {torch.__version__}"
         padded = bytearray(own.encode()[:_RANK_TEXT_BYTES].ljust(_RANK_TEXT_BYTES))
-        gathered = self._group.all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(loaded.device))
-        texts = [bytes(row).decode().strip() for row in gathered.view(self._group.size, -1).tolist()]
+        gathered = everybody.all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(loaded.device))
+        texts = [bytes(row).decode().strip() for row in gathered.view(everybody.size, -1).tolist()]
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise StartupError(f"rank {rank} computes {text}; rank 0 computes {texts[0]}; they have to be equal")
 
     def _least(self, count: int) -> int:
         """The smallest of what the ranks have."""
-        return int(self._group.all_gather(torch.tensor([count], device=self.device)).min())
+        return int(self._pipeline.everybody.all_gather(torch.tensor([count], device=self.device)).min())
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.last_states(hidden).float().sum(dim=0)

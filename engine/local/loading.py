@@ -21,7 +21,9 @@ from engine.local.memory import check_weights_fit, longest_context, weight_bytes
 from engine.local.vocabulary import Padding
 from engine.models.base import CausalLM
 from engine.models.registry import build_model
+from engine.models.stage import Stage
 from engine.ranks.group import OneRank, RankGroup
+from engine.ranks.pipeline import Pipeline
 from engine.speculation.step_cost import free_rows
 
 QUANTIZED_BYTES = {"int8": 1.06, "int4": 0.63}  # of a weight with its share of scales, by --quantization
@@ -50,12 +52,15 @@ class LoadedModel:
         return max(self.model.windows) if all(self.model.windows) else 0
 
 
-def load_model(model_dir: Path, settings: EngineSettings, group: RankGroup | None = None) -> LoadedModel:
-    """The part of a rank of `group`; the whole if that is None.
+def load_model(
+    model_dir: Path, settings: EngineSettings, group: RankGroup | None = None, pipeline: Pipeline | None = None
+) -> LoadedModel:
+    """The part of a rank of `group`; the whole if that is None. `pipeline`: of one of its stages, which `group` shares.
 
     Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the device
     is not there, memory does not suffice, the context is longer than the model allows, or the ranks cannot share it."""
     group = group or OneRank()
+    pipeline = pipeline or Pipeline(Stage(), everybody=group)
     files = open_model(model_dir)
     chosen_device = choose_device(settings.device)
     device = _device(chosen_device.device)
@@ -76,7 +81,16 @@ def load_model(model_dir: Path, settings: EngineSettings, group: RankGroup | Non
     token_ids = files.token_ids()
     ends = files.ends(token_ids)
     deals_experts = settings.expert_parallel_size > 1
-    model = _load(files, group, deals_experts, num_positions=max_model_len, dtype=dtype, device=device, kernels=kernels)
+    model = _load(
+        files,
+        group,
+        pipeline,
+        deals_experts,
+        num_positions=max_model_len,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+    )
     tp_rank, tp_size = model.kv_shard
     return LoadedModel(
         model=model,
@@ -107,6 +121,7 @@ def load_model(model_dir: Path, settings: EngineSettings, group: RankGroup | Non
 def _load(
     files: ModelFiles,
     group: RankGroup,
+    pipeline: Pipeline,
     deals_experts: bool,
     *,
     num_positions: int,
@@ -115,7 +130,9 @@ def _load(
     kernels: Kernels | None,
 ) -> CausalLM:
     check_weights_fit(files, dtype=dtype, device=device, stays_quantised=kernels is not None)
-    group.all_gather(torch.zeros(1, device=device))  # no rank loads before all have looked at what memory is left
+    pipeline.everybody.all_gather(
+        torch.zeros(1, device=device)
+    )  # no rank loads before all have looked at what memory is left
     try:
         with torch.inference_mode():
             model = build_model(
@@ -125,6 +142,7 @@ def _load(
                 device=device,
                 group=group,
                 deals_experts=deals_experts,
+                stage=pipeline.stage,
             )
             model.load(files, kernels)
             model.finish(kernels)

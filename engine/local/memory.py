@@ -66,16 +66,17 @@ def check_weights_fit(files: ModelFiles, *, dtype: torch.dtype, device: torch.de
         )
 
 
-def num_cache_blocks(spec: KVCacheSpec, device: torch.device, settings: EngineSettings, num_ranks: int = 1) -> int:
-    """How many blocks the KV cache gets. Raises `StartupError` if memory does not suffice; on a CPU, for the caches of
-    so many ranks of this host."""
-    num_caches = 1
+def num_cache_blocks(
+    spec: KVCacheSpec, device: torch.device, settings: EngineSettings, num_caches: int = 1, *, num_stages: int = 1
+) -> int:
+    """How many blocks the KV cache gets. Raises `StartupError` if memory does not suffice; on a CPU, for so many caches
+    on this host, each of which so many ranks have together."""
     if device.type == "cpu":
         available, flag = available_bytes(), "--kv-cache-memory-gb"
-        num_caches = num_ranks
-        room = None if available is None else available - num_caches * _CPU_RESERVE_BYTES
+        room = None if available is None else available - num_caches * num_stages * _CPU_RESERVE_BYTES
         wanted = (settings.kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB) * GIB
     else:
+        num_caches = 1  # here: others are on devices of their own
         free, total = torch.cuda.mem_get_info(device)
         flag = "--memory-utilization" if settings.kv_cache_memory_gb is None else "--kv-cache-memory-gb"
         room = free - _CUDA_RESERVE_BYTES

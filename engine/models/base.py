@@ -60,6 +60,16 @@ class CausalLM(ABC):
         or after some short ones, so that a long step does not keep others waiting.
         """
 
+    def forward_from(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        between_layers: Callable[[], None],
+    ) -> torch.Tensor:
+        """As `forward`, of a stage but the first: `hidden` is what the stage before gave. May overwrite it."""
+        raise NotImplementedError(f"{type(self).__name__} has no stages")
+
     @abstractmethod
     def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """What transformers calls the last hidden state, `[num_tokens, hidden_size]`, from what `forward` gave."""

@@ -1,7 +1,8 @@
 """The decoder that all families share: Llama's shape and what its relatives add to it (engine/models/families.py).
 
 Several ranks may share one (engine/models/shard.py). Then the kernels compute half a layer in a call, up to where the
-ranks add up what they have. On a CUDA device what stands between products is then torch's.
+ranks add up what they have. On a CUDA device what stands between products is then torch's. Or it is one stage of a
+decoder and has some of the layers (engine/models/stage.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.models.fused import FusedDecoder
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
 from engine.models.shard import Shard, log_dealt_out, places_of_rows, shard_of
+from engine.models.stage import Stage
 from engine.models.text_part import is_composite, text_name
 from engine.ranks.group import OneRank, RankGroup
 
@@ -37,13 +39,17 @@ class Decoder(CausalLM):
         device: torch.device,
         group: RankGroup | None = None,
         deals_experts: bool = False,
+        stage: Stage | None = None,
     ) -> None:
-        """This rank's part of the model; all of it if `group` is None. `deals_experts`: it has some experts whole. The
-        rotary tables cover `num_positions`. Raises `StartupError` if the ranks cannot share the model."""
+        """This rank's part of the model, or of one stage of it; all of it if `group` and `stage` are None.
+        `deals_experts`: it has some experts whole. The rotary tables cover `num_positions`. Raises `StartupError` if
+        the ranks cannot share the model."""
         self.shard: Shard = shard_of(whole, group or OneRank(), deals_experts=deals_experts)
         self._group = self.shard.group
         config = self.shard.config
         self.config = config
+        self.stage = stage = stage or Stage()
+        self._dtype = dtype
         self.num_layers = config.num_layers
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
@@ -58,20 +64,28 @@ class Decoder(CausalLM):
         self.native: NativeDecoder | None = None
         self.fused: FusedDecoder | None = None
         num_rows = self.shard.vocabulary.size
-        self.embedding = Embedding(
-            num_rows,
-            config.hidden_size,
-            scale=config.embedding_scale,
-            is_head_too=config.tie_word_embeddings,
-            dtype=dtype,
-            device=device,
-        )
-        self.layers = [DecoderLayer(self.shard, index, dtype, device) for index in range(self.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device)
-        if config.tie_word_embeddings:
-            self.head = Linear.of(self.embedding.plain(), is_head=True)
-        else:
-            self.head = Linear(config.hidden_size, num_rows, bias=False, is_head=True, dtype=dtype, device=device)
+        is_tied = config.tie_word_embeddings
+        self.embedding: Embedding | None = None
+        if stage.is_first or (is_tied and stage.is_last):
+            self.embedding = Embedding(
+                num_rows,
+                config.hidden_size,
+                scale=config.embedding_scale,
+                is_head_too=is_tied and stage.is_last,
+                dtype=dtype,
+                device=device,
+            )
+        self.layers = [DecoderLayer(self.shard, index, dtype, device) for index in stage.layers(config.num_layers)]
+        self.norm: RMSNorm | None = None
+        self.head: Linear | None = None
+        if stage.is_last:
+            self.norm = RMSNorm(
+                config.hidden_size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device
+            )
+            if is_tied and self.embedding is not None:
+                self.head = Linear.of(self.embedding.plain(), is_head=True)
+            else:
+                self.head = Linear(config.hidden_size, num_rows, bias=False, is_head=True, dtype=dtype, device=device)
         self.ropes = [
             RotaryEmbedding(rope.inv_freq, rope.scale, num_positions, dtype=dtype, device=device)
             for rope in config.ropes
@@ -80,30 +94,48 @@ class Decoder(CausalLM):
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:
         rename = text_name if is_composite(files.config) else str
         elsewhere = {f"model.layers.{layer.index}.{name}" for layer in self.layers for name in layer.names_elsewhere()}
+        of_other_stages = self._prefixes_elsewhere()
         load_weights(
             files,
             self.places(),
             kernels=kernels,
-            may_skip=lambda name: name in elsewhere or self.may_skip(name),
+            may_skip=lambda name: name in elsewhere or name.startswith(of_other_stages) or self.may_skip(name),
             rename=rename,
         )
         if elsewhere:
             log_dealt_out(self.shard.experts)
-        if self.config.tie_word_embeddings and self.embedding.packed is not None:
+        if self._is_tied_head and self.embedding is not None and self.embedding.packed is not None:
             self.head = Linear.packed_as(self.embedding.packed)
 
     def places(self) -> dict[str, Place]:
         """Where each tensor of a checkpoint goes, by its name there. All of them, or what is computed is garbage."""
         rows = self.shard.vocabulary
-        places: dict[str, Place] = {
-            "model.embed_tokens.weight": place_of_part(self.embedding, rows.part(0), rows.whole),
-            "model.norm.weight": self.norm.weight,
-        }
-        if not self.config.tie_word_embeddings:
+        places: dict[str, Place] = {}
+        if self.embedding is not None:
+            places["model.embed_tokens.weight"] = place_of_part(self.embedding, rows.part(0), rows.whole)
+        if self.norm is not None:
+            places["model.norm.weight"] = self.norm.weight
+        if self.head is not None and not self._is_tied_head:
             places |= places_of_rows(self.head, {"lm_head": rows})
         for layer in self.layers:
             places |= {f"model.layers.{layer.index}.{name}": place for name, place in layer.places().items()}
         return places
+
+    @property
+    def _is_tied_head(self) -> bool:
+        """Whether the embedding is here, and the head beside it is the same matrix."""
+        return self.config.tie_word_embeddings and self.stage.is_last
+
+    def _prefixes_elsewhere(self) -> tuple[str, ...]:
+        """What the names of a checkpoint's tensors begin with that other stages have."""
+        own = {layer.index for layer in self.layers}
+        layers = [f"model.layers.{index}." for index in range(self.config.num_layers) if index not in own]
+        ends = [
+            *([] if self.embedding else ["model.embed_tokens."]),
+            *([] if self.norm else ["model.norm."]),
+            *([] if self.head else ["lm_head."]),
+        ]
+        return (*layers, *ends)
 
     def may_skip(self, name: str) -> bool:
         """Whether a checkpoint may hold tensor `name` although it has no place.
@@ -117,11 +149,13 @@ class Decoder(CausalLM):
     def finish(self, kernels: Kernels | None) -> None:
         for layer in self.layers:
             layer.finish(kernels)
-        self.norm.finish()
-        self.head.finish(kernels)
-        is_exact = kernels is not None and kernels.quantization == "none"
-        if self.config.tie_word_embeddings and self.head.packed is not None and is_exact:
-            self.embedding.share(self.head.packed)
+        if self.norm is not None:
+            self.norm.finish()
+        if self.head is not None:
+            self.head.finish(kernels)
+            is_exact = kernels is not None and kernels.quantization == "none"
+            if self._is_tied_head and self.embedding is not None and self.head.packed is not None and is_exact:
+                self.embedding.share(self.head.packed)
         if self._group.size == 1:
             self.fused = FusedDecoder.of(self.config, self.layers, self.ropes)
         if kernels is not None:
@@ -136,20 +170,32 @@ class Decoder(CausalLM):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
-        hidden = self._embed(token_ids)
+        return self.forward_from(self._embed(token_ids), positions, attention, between_layers)
+
+    def forward_from(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        between_layers: Callable[[], None],
+    ) -> torch.Tensor:
         native = self.native
-        if native is not None and isinstance(attention, NativeStep) and len(token_ids) < native.below:
+        if native is not None and isinstance(attention, NativeStep) and len(hidden) < native.below:
             return native.forward(hidden, attention, between_layers)
+        hidden = hidden.to(self._dtype)  # the stage before may have had kernels
         if self.fused is not None and isinstance(attention, PagedStep):
             return self.fused.forward(hidden, positions, attention, between_layers)
         angles = [rope.angles(positions) for rope in self.ropes]
-        for layer, index in zip(self.layers, self.config.rope_of_layer, strict=True):
+        for layer in self.layers:
+            index = self.config.rope_of_layer[layer.index]
             hidden = layer.forward(hidden, self.ropes[index], *angles[index], attention)
             between_layers()
         return hidden
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]`, whichever rank has a token's row."""
+        if self.embedding is None:
+            raise RuntimeError("the first stage has the embedding")
         if self._group.size == 1:
             return self.embedding(token_ids)
         rows = self.shard.vocabulary
@@ -160,7 +206,12 @@ class Decoder(CausalLM):
         return hidden
 
     def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.norm(hidden)
+        return self._ends()[0](hidden)
+
+    def _ends(self) -> tuple[RMSNorm, Linear]:
+        if self.norm is None or self.head is None:
+            raise RuntimeError("the last stage has norm and head")
+        return self.norm, self.head
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._own_logits(hidden)
@@ -177,7 +228,8 @@ class Decoder(CausalLM):
         if self.native is not None and hidden.dtype == torch.float32:
             logits = self.native.logits(hidden)
         else:
-            logits = self.head(self.norm(hidden))
+            norm, head = self._ends()
+            logits = head(norm(hidden))
         cap = self.config.logit_soft_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 

@@ -30,23 +30,25 @@ class NativeDecoder:
         kernels: Kernels,
         config: DecoderConfig,
         layers: Sequence[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
+        norm: RMSNorm | None,
+        head: Linear | None,
         ropes: Sequence[RotaryEmbedding],
         group: RankGroup,
     ) -> None:
+        """`layers` follow each other: all, or those of one stage. `norm` and `head` are those of the last stage, None
+        in others."""
         self._kernels = kernels
         self._group = group
         self._config = config
         self._angles = [ropes[index].half_angles for index in config.rope_of_layer]
-        self._norm = norm.factors()
+        self._norm = None if norm is None else norm.factors()
         self._norms: list[torch.Tensor] = []  # the structs hold their addresses
         self._layers = layers
         self._structs = [self._struct(layer) for layer in layers]
         self._num_weights = [_num_weights(struct) for struct in self._structs]
         self._backend: NativeBackend | None = None  # that `_calls` are for
         self._calls: Array[LayerCallStruct] = (LayerCallStruct * 0)()
-        self._head = packed(head)
+        self._head = None if head is None else packed(head)
         self.below = min(layer.packed_below for layer in layers)  # tokens of a step
 
     def _struct(self, layer: DecoderLayer) -> LayerStruct:
@@ -84,7 +86,7 @@ class NativeDecoder:
         index = 0
         while index < len(self._layers):
             stop = self._stop(index, step.num_tokens)
-            self._kernels.layers(self._calls, step.batch, index, stop - index, hidden)
+            self._kernels.layers(self._calls, step.batch, self._layers[index].index, stop - index, hidden)
             self._layers[stop - 1].add_experts(hidden)
             between_layers()
             index = stop
@@ -107,15 +109,15 @@ class NativeDecoder:
         hidden.add_(given if norm is None else norm(given))
 
     def _prepare(self, backend: NativeBackend) -> None:
-        calls = (
-            LayerCallStruct(pointer(struct), pointer(shape), cos.data_ptr(), sin.data_ptr())
-            for struct, shape, (cos, sin) in zip(self._structs, backend.structs, self._angles, strict=True)
-        )
-        self._calls = (LayerCallStruct * len(self._structs))(*calls)
+        calls = (LayerCallStruct * self._config.num_layers)()  # other stages' stay empty
+        for struct, layer in zip(self._structs, self._layers, strict=True):
+            shape, (cos, sin) = backend.structs[layer.index], self._angles[layer.index]
+            calls[layer.index] = LayerCallStruct(pointer(struct), pointer(shape), cos.data_ptr(), sin.data_ptr())
+        self._calls = calls
         self._backend = backend
 
     def _stop(self, start: int, num_tokens: int) -> int:
-        """Up to which layer the call goes that begins with layer `start`: one with experts ends it."""
+        """Up to which of `layers` the call goes that begins with number `start`: one with experts ends it."""
         left = _CALL_PRODUCTS
         for index in range(start, len(self._layers)):
             left -= self._num_weights[index] * num_tokens
@@ -124,10 +126,15 @@ class NativeDecoder:
         return len(self._layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._kernels.head(self._head, self._norm, self._config.eps, hidden)
+        return self._kernels.head(*self._ends(), self._config.eps, hidden)
 
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._kernels.best_tokens(self._head, self._norm, self._config.eps, hidden)
+        return self._kernels.best_tokens(*self._ends(), self._config.eps, hidden)
+
+    def _ends(self) -> tuple[PackedLinear, torch.Tensor]:
+        if self._head is None or self._norm is None:
+            raise RuntimeError("the last stage has norm and head")
+        return self._head, self._norm
 
 
 def _num_weights(layer: LayerStruct) -> int:

@@ -18,6 +18,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
 from engine.models.leftovers import is_leftover
 from engine.models.positions import max_length
+from engine.models.stage import Stage
 from engine.models.text_part import is_composite, text_architecture, text_config, text_name
 from engine.models.transformers_model import TransformersModel, is_mxfp4
 from engine.models.verified import REFUSED, VERIFIED
@@ -81,11 +82,18 @@ def build_model(
     device: torch.device,
     group: RankGroup | None = None,
     deals_experts: bool = False,
+    stage: Stage | None = None,
 ) -> CausalLM:
-    """The model, or this rank's part of it, its weights still to be loaded. `deals_experts`: of a mixture each rank has
-    some experts whole, in place of a part of each. Raises `StartupError` if the ranks of `group` cannot share it."""
+    """The model, or this rank's part of it or of one `stage`, its weights still to be loaded. `deals_experts`: of a
+    mixture each rank has some experts whole, in place of a part of each. Raises `StartupError` if the ranks of `group`
+    cannot share it, or if it has no such stages."""
     architecture = architecture_of(files)
     if architecture not in FAMILIES:
+        if stage is not None and stage.count > 1:
+            raise StartupError(
+                f"--pipeline-parallel-size {stage.count}: model type {files.config.get('model_type')} runs on "
+                "transformers' code, which has no stages; Baton's own decoders do"
+            )
         config = _transformers_config(files.config)
         if getattr(config, "tie_word_embeddings", False):
             _is_tied(files)  # transformers decides; this says so
@@ -104,6 +112,7 @@ def build_model(
         device=device,
         group=group,
         deals_experts=deals_experts,
+        stage=stage,
     )
 
 

@@ -1,8 +1,9 @@
 """Several processes of one host that compute one model together: rank 0 in the engine's own, the others beside it.
 
-All of them compute each step, every rank its part of every layer. Rank 0 sends the step and draws the tokens. The KV
-caches of all ranks lie in memory that rank 0 sees, so it alone moves blocks: its connectors read and write all caches,
-and it copies blocks to and from host memory.
+All of them compute each step, every rank its part of every layer, or of the layers of its stage. Rank 0 sends the step
+and draws the tokens. The KV caches of all ranks lie in memory that rank 0 sees, so it alone moves blocks: its
+connectors read and write all caches, and it copies blocks to and from host memory. Stages write to one cache, each to
+its own layers, so nobody else sees that there are several.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,13 +33,14 @@ from engine.ranks.launch import (
     cores_of_rank,
     has_cores,
     join_of_rank,
+    layout_of,
     share_of_rank,
     start_rank,
 )
+from engine.ranks.meeting import CACHE, Meeting, Place
 from engine.ranks.messages import LOOK_S, Done, Failed, Message, Ready, Step
 from engine.ranks.process import ready
-from engine.ranks.shared_cache import map_cache
-from engine.ranks.shared_memory import SharedMemoryGroup, make_segment
+from engine.ranks.shared_cache import SharedCache, map_cache
 from engine.step import StepInput, StepOutput
 
 log = logging.getLogger(__name__)
@@ -53,27 +55,43 @@ class RankedDevice(Device):
         """Starts the other ranks and loads the model, each rank its part. Raises `StartupError` with one line if a rank
         cannot, and `ConfigError` for settings that ranks do not take."""
         check_supported(settings)
-        size = settings.tensor_parallel_size
+        self._layout = layout = layout_of(settings)
         self._deals_experts = settings.expert_parallel_size > 1
         share = share_of_rank(settings, model_dir)
         self._others: list[Rank] = []
         self._said: dict[int, tuple[Message, list[int]]] = {}  # by rank: read, and not taken yet
         self._lock = threading.Lock()  # for what the ranks say: `check_alive` may be called beside a step
         self._looked_at = time.monotonic()
-        self._group: SharedMemoryGroup | None = None
-        segment = make_segment(size)
+        self._unsent: deque[StepInput] = deque()  # begun; their first tokens are still to be drawn
+        self._num_ended = 0  # the last step that has
+        self._place: Place | None = None
         try:
-            for number in range(1, size):
-                self._others.append(start(number, segment, share.num_threads or 1))
+            meeting = Meeting(layout)
+        except OSError as error:
+            raise StartupError(f"{layout.size} ranks have no memory to share: {error.strerror}") from error
+        try:
+            for number in range(1, layout.size):
+                self._others.append(start(number, share.num_threads or 1))
             pids = [os.getpid(), *(rank.process.pid for rank in self._others)]
             self._watch = RankWatch(pids)
             for rank in self._others:
-                rank.channel.send(join_of_rank(settings, share, model_dir, rank.number, pids))
-            self._group = SharedMemoryGroup(segment, 0, size, self._problem, has_core=has_cores(settings))
+                files = meeting.files(rank.number)
+                join = join_of_rank(settings, share, model_dir, rank.number, pids, list(files))
+                rank.channel.send(join, list(files.values()))
+            files = meeting.files(0)
+            self._place = Place(layout, 0, files, self._problem_of_any, has_core=has_cores(settings))
             if cores := cores_of_rank(settings, 0):
                 os.sched_setaffinity(0, cores)
-            self._local = LocalDevice(model_dir, share, raises=True, group=self._group)
-            self._joined = [self._plane_of(rank) for rank in self._others]
+            self._local = LocalDevice(
+                model_dir,
+                share,
+                raises=True,
+                group=self._place.group,
+                pipeline=self._place.pipeline,
+                allocate=SharedCache(files[CACHE]).allocate if layout.num_stages > 1 else None,
+            )
+            planes = [self._plane_of(rank, meeting.files(rank.number)[CACHE]) for rank in self._others]
+            self._joined = planes[: layout.ranks_per_stage - 1]  # those of the last stage: the others have the same
             self._host_caches = [allocate_host_cache(share, plane.spec, self._local.device) for plane in self._joined]
         except (LostRankError, OSError) as error:
             self.close()
@@ -82,38 +100,63 @@ class RankedDevice(Device):
             self.close()
             raise
         finally:
-            os.close(segment)
+            meeting.close()
         info = self._local.info
         spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
-        self.info = replace(info, spec=spec, device_reason=f"{info.device_reason}; {size} ranks share the model")
+        self.info = replace(info, spec=spec, device_reason=f"{info.device_reason}; {self._shape} share the model")
         self.device = self._local.device
-        facts = {"num_ranks": size, "threads_of_each": share.num_threads, "deals_experts": self._deals_experts}
+        facts = {
+            "num_ranks": layout.size,
+            "num_stages": layout.num_stages,
+            "threads_of_each": share.num_threads,
+            "deals_experts": self._deals_experts,
+        }
         log.info("ranks ready", extra=facts)
 
     @property
     def kernels_name(self) -> str:
         """Of a model of time, which is for as many ranks."""
         dealt = ", experts dealt out" if self._deals_experts else ""
-        return f"{self._local.kernels_name}, {1 + len(self._others)} ranks{dealt}"
+        return f"{self._local.kernels_name}, {self._shape}{dealt}"
+
+    @property
+    def _shape(self) -> str:
+        stages = f" in {self._layout.num_stages} stages" if self._layout.num_stages > 1 else ""
+        return f"{self._layout.size} ranks{stages}"
 
     def begin(self, step: StepInput) -> Ticket:
         ticket = self._local.begin(step)
-        message = Step.of(step)
-        for rank in self._others:
-            try:
-                rank.channel.send(message, while_full=partial(self._check, rank.number))
-            except OSError as error:
-                raise LostRankError(self._problem(rank.number) or f"rank {rank.number} does not listen") from error
+        self._unsent.append(step)
+        self._send_known()
         return ticket
+
+    def _send_known(self) -> None:
+        """Sends the steps that the other ranks can begin with. Of several stages the first one computes a step's first
+        tokens before the last one has drawn them, so such a step waits here until they are known."""
+        while self._unsent:
+            step = self._unsent[0]
+            if self._layout.num_stages > 1:
+                if any(row.first is not None and row.first.step > self._num_ended for row in step.rows):
+                    return
+                step = StepInput(number=step.number, rows=[self._local.resolved(row) for row in step.rows])
+            message = Step.of(step)
+            for rank in self._others:
+                try:
+                    rank.channel.send(message, while_full=self._check)
+                except OSError as error:
+                    raise LostRankError(self._problem(rank.number) or f"rank {rank.number} does not listen") from error
+            self._unsent.popleft()
 
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
         """Raises `LostRankError` if a rank is gone, and what stopped rank 0 if that was something else: no step can be
         computed any more."""
+        self._send_known()
         output = self._local.end(ticket, meanwhile)
         for rank in self._others:
             message, _ = self._answer(rank.number, meanwhile)
             if message != Done(ticket.number):
                 raise LostRankError(f"rank {rank.number} said {message!r} to step {ticket.number}")
+        self._num_ended = ticket.number
         return output
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -135,13 +178,15 @@ class RankedDevice(Device):
         if now - self._looked_at < _IDLE_LOOK_S:
             return
         self._looked_at = now
-        for rank in self._others:
-            self._check(rank.number)
+        self._check()
 
     def close(self) -> None:
         """Ends the other ranks."""
-        if self._group is not None:
-            self._group.fail()
+        if self._place is not None:
+            self._place.fail()
+            self._place.close()
+        for rank in self._others:
+            rank.channel.close()  # all of them first: a rank may wait for another one
         for rank in self._others:
             rank.end()
         for _, files in self._said.values():
@@ -149,7 +194,7 @@ class RankedDevice(Device):
                 os.close(file)
         self._said.clear()
 
-    def _plane_of(self, rank: Rank) -> KVPlane:
+    def _plane_of(self, rank: Rank, cache_file: int) -> KVPlane:
         """Waits until the rank has loaded its part. Raises `StartupError` if it cannot, or is not like this one."""
         message, files = self._answer(rank.number, do_nothing)
         try:
@@ -164,42 +209,49 @@ class RankedDevice(Device):
                         f"rank {rank.number} differs from rank 0: {name} {theirs}, not {getattr(own, name)}"
                     )
             shape = (message.num_cache_blocks, *place.block_shape)
-            cache = map_cache(files[0], shape, getattr(torch, place.dtype))
+            cache = map_cache(cache_file, shape, getattr(torch, place.dtype))
         finally:
             for file in files:
                 os.close(file)
         return KVPlane(spec=place, cache=cache[: message.num_blocks])
 
-    def _check(self, number: int) -> None:
-        """Raises `LostRankError` if the rank will compute nothing any more."""
-        if reason := self._problem(number):
+    def _check(self) -> None:
+        """Raises `LostRankError` if one of the ranks will compute nothing any more."""
+        if reason := self._problem_of_any():
             raise LostRankError(reason)
+
+    def _problem_of_any(self, _waited_for: int = 0) -> str:
+        """Of any rank, whichever is waited for: that one may itself wait for another, which is lost."""
+        return next(filter(None, (self._problem(rank.number) for rank in self._others)), "")
 
     def _answer(self, number: int, meanwhile: Callable[[], None]) -> tuple[Message, list[int]]:
         """What the rank says next. Raises `LostRankError` if nothing will come."""
         channel = self._others[number - 1].channel
         while number not in self._said and not channel.has_message(LOOK_S):
-            self._check(number)
+            self._check()
             meanwhile()
-        self._check(number)
         with self._lock:
+            if reason := self._read(number):
+                raise LostRankError(reason)
             return self._said.pop(number)
 
     def _problem(self, number: int) -> str:
-        """Why the rank will compute nothing any more, in one line; empty if it may. Reads what it says, if that was
-        taken. Never waits."""
-        channel = self._others[number - 1].channel
+        """Why the rank will compute nothing any more, in one line; empty if it may. Never waits."""
         with self._lock:
-            if number not in self._said and channel.has_message():
-                try:
-                    self._said[number] = channel.receive()
-                except (EOFError, OSError):
-                    return self._watch.ended(number)
-                except Exception as error:
-                    return f"rank {number} cannot be understood: {type(error).__name__}: {error}"
-            match self._said.get(number):
-                case (Failed(reason), _):
-                    return f"rank {number}: {reason}"
-                case None:
-                    return self._watch.problem(number)
-            return ""
+            return self._read(number) or self._watch.problem(number)
+
+    def _read(self, number: int) -> str:
+        """Reads what the rank says, if that was taken. Returns why it will compute nothing any more, if it says so.
+        Only for who has the lock."""
+        channel = self._others[number - 1].channel
+        if number not in self._said and channel.has_message():
+            try:
+                self._said[number] = channel.receive()
+            except (EOFError, OSError):
+                return self._watch.ended(number)
+            except Exception as error:
+                return f"rank {number} cannot be understood: {type(error).__name__}: {error}"
+        match self._said.get(number):
+            case (Failed(reason), _):
+                return f"rank {number}: {reason}"
+        return ""

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -21,10 +21,10 @@ from engine.kernels.library import choose_kernels
 from engine.loading.dtype import resolve_dtype
 from engine.local.device_choice import choose_device
 from engine.local.memory import DEFAULT_CPU_KV_CACHE_GB
+from engine.ranks.layout import Layout
 from engine.ranks.messages import Channel, Join
 
 _END_S = 5.0  # how long a rank that was told to end may take
-_FLAG = "--tensor-parallel-size"
 
 
 class Process(Protocol):
@@ -56,38 +56,46 @@ class Rank:
             self.process.wait(_END_S)
 
 
-StartRank: TypeAlias = Callable[[int, int, int], Rank]
-"""Starts the process of a rank: its number, the segment's descriptor, and how many threads it computes with."""
+StartRank: TypeAlias = Callable[[int, int], Rank]
+"""Starts the process of a rank: its number, and how many threads it computes with."""
 
 
-def start_rank(number: int, segment: int, num_threads: int) -> Rank:
+def start_rank(number: int, num_threads: int) -> Rank:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "engine.ranks.process", str(theirs.fileno()), str(segment)],
+            [sys.executable, "-m", "engine.ranks.process", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), segment),
+            pass_fds=(theirs.fileno(),),
             env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
         )
     return Rank(number, process, Channel(ours))
+
+
+def layout_of(settings: EngineSettings) -> Layout:
+    return Layout(settings.pipeline_parallel_size, settings.tensor_parallel_size)
 
 
 def check_supported(settings: EngineSettings) -> None:
     """Raises `ConfigError` for what ranks cannot do."""
     num_ranks, dealt = settings.tensor_parallel_size, settings.expert_parallel_size
     if dealt not in (1, num_ranks):
-        raise ConfigError("--expert-parallel-size", f"is 1 or as many as {_FLAG}, which is {num_ranks}: not {dealt}")
+        raise ConfigError(
+            "--expert-parallel-size", f"is 1 or as many as --tensor-parallel-size, which is {num_ranks}: not {dealt}"
+        )
+    flag = settings.flag_of_ranks
     device = choose_device(settings.device).device
     if device != "cpu":
-        raise ConfigError(_FLAG, f"needs --device cpu, not {device}: ranks on other devices are not supported yet")
+        raise ConfigError(flag, f"needs --device cpu, not {device}: ranks on other devices are not supported yet")
     if settings.speculation not in ("none", "ngram"):
-        raise ConfigError(_FLAG, "does not go with a draft model: take --speculation none or ngram")
+        raise ConfigError(flag, "does not go with a draft model: take --speculation none or ngram")
 
 
 def share_of_rank(settings: EngineSettings, model_dir: Path) -> EngineSettings:
     """The settings of rank 0: its share of threads and memory. Kernels and dtype are chosen once, here: processes
     that measured them at the same time could choose differently. Raises `StartupError` as loading does."""
-    size = settings.tensor_parallel_size
+    layout = layout_of(settings)
+    num_caches = layout.ranks_per_stage  # the stages have one together
     num_threads = settings.num_threads or len(settings.cpu_cores) or torch.get_num_threads()
     dtype = resolve_dtype(settings.dtype, model_dir, "cpu", settings.kernels).dtype
     choice, _ = choose_kernels(
@@ -104,17 +112,17 @@ def share_of_rank(settings: EngineSettings, model_dir: Path) -> EngineSettings:
             "device": "cpu",
             "dtype": dtype,
             "kernels": choice.instruction_set,
-            "num_threads": max(1, num_threads // size),
-            "kv_cache_memory_gb": (settings.kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB) / size,
-            "host_cache_gb": settings.host_cache_gb / size,
-            "swap_space_gb": settings.swap_space_gb / size,
+            "num_threads": max(1, num_threads // layout.size),
+            "kv_cache_memory_gb": (settings.kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB) / num_caches,
+            "host_cache_gb": settings.host_cache_gb / num_caches,
+            "swap_space_gb": settings.swap_space_gb / num_caches,
         }
     )
 
 
 def cores_of_rank(settings: EngineSettings, rank: int) -> list[int]:
     """Cores that the rank is pinned to: neighbours, as many as the others have; all if there are fewer than ranks."""
-    cores, size = settings.cpu_cores, settings.tensor_parallel_size
+    cores, size = settings.cpu_cores, settings.num_ranks
     if len(cores) < size:
         return list(cores)
     return list(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size])
@@ -122,15 +130,24 @@ def cores_of_rank(settings: EngineSettings, rank: int) -> list[int]:
 
 def has_cores(settings: EngineSettings) -> bool:
     """Whether there is a core for each rank."""
-    return (len(settings.cpu_cores) or len(os.sched_getaffinity(0))) >= settings.tensor_parallel_size
+    return (len(settings.cpu_cores) or len(os.sched_getaffinity(0))) >= settings.num_ranks
 
 
-def join_of_rank(settings: EngineSettings, share: EngineSettings, model_dir: Path, rank: int, pids: list[int]) -> Join:
-    """What another rank is told: as rank 0, but for the host memory, which rank 0 has for all."""
+def join_of_rank(
+    settings: EngineSettings,
+    share: EngineSettings,
+    model_dir: Path,
+    rank: int,
+    pids: list[int],
+    files: Sequence[str] = (),
+) -> Join:
+    """What another rank is told: as rank 0, but for the host memory, which rank 0 has for all. `files`: names of the
+    descriptors that it gets."""
     share = share.model_copy(update={"host_cache_gb": 0.0, "preemption_mode": "recompute"})
     return Join(
         rank=rank,
-        size=settings.tensor_parallel_size,
+        layout=layout_of(settings),
+        files=list(files),
         pids=pids,
         name=f"rank {rank}",
         model_dir=str(model_dir),

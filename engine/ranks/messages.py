@@ -1,7 +1,7 @@
 """What rank 0 and the other ranks of a worker say to each other, over a stream socket.
 
-Rank 0 says `Join` once, then each step when it begins. A rank answers `Ready`, with its cache's memory, and `Done` to
-each step; or `Failed`, and ends.
+Rank 0 says `Join` once, with the descriptors that ranks meet by (engine/ranks/meeting.py), then each step when it
+begins. A rank answers `Ready`, and `Done` to each step; or `Failed`, and ends.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import msgspec
 from common.logs import LogFormat
 from common.types import KVCacheSpec
 from engine.device import do_nothing
+from engine.ranks.layout import Layout
 from engine.step import Draw, Drawn, Scoring, StepInput, StepRow
 
 LOOK_S = 0.1  # between two looks at whether a rank that is waited for lives
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 30
-_MAX_FILES = 4
+_MAX_FILES = 8
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: int
-    size: int
+    layout: Layout
+    files: list[str]  # names of the descriptors that come with this message
     pids: list[int]  # of all ranks
     name: str  # of the process, in log lines
     model_dir: str
@@ -47,7 +49,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     release: str
     spec: KVCacheSpec
     num_blocks: int
-    num_cache_blocks: int  # of the cache that comes with this message
+    num_cache_blocks: int
     max_model_len: int
     vocab_size: int
     hidden_size: int

@@ -1,5 +1,5 @@
-"""The process of any rank but the first: `python -m engine.ranks.process SOCKET SEGMENT`, started by
-`engine.ranks.launch`. Both are descriptors that it inherits.
+"""The process of any rank but the first: `python -m engine.ranks.process SOCKET`, started by `engine.ranks.launch`.
+SOCKET is a descriptor that it inherits; others come over it.
 
 It ends when rank 0 does, however that ends: Linux makes sure of it.
 """
@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import EngineSettings
@@ -21,9 +22,9 @@ from common.process.parent import die_with_parent
 from common.version import VERSION
 from engine.local.device import LocalDevice
 from engine.ranks.alive import RankWatch
+from engine.ranks.meeting import CACHE, Place
 from engine.ranks.messages import Channel, Done, Failed, Join, Ready, Step
 from engine.ranks.shared_cache import SharedCache
-from engine.ranks.shared_memory import SharedMemoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -43,34 +44,42 @@ def ready(device: LocalDevice) -> Ready:
     )
 
 
-def serve(channel: Channel, join: Join, segment: int) -> None:
-    """Computes what rank 0 says, until it closes the channel. `segment` is closed."""
+def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
+    """Computes what rank 0 says, until it closes the channel. `files` came with `join`, and stay the caller's."""
+    by_name = dict(zip(join.files, files, strict=True))
     watch = RankWatch(join.pids)
-    group = SharedMemoryGroup(segment, join.rank, join.size, watch.problem, has_core=join.has_core)
-    os.close(segment)
+    place = Place(join.layout, join.rank, by_name, watch.problem, has_core=join.has_core)
     try:
-        memory = SharedCache()
         device = LocalDevice(
             Path(join.model_dir),
             EngineSettings.model_validate_json(join.settings),
             raises=True,
-            group=group,
-            allocate=memory.allocate,
+            group=place.group,
+            pipeline=place.pipeline,
+            allocate=SharedCache(by_name[CACHE]).allocate,
         )
-        channel.send(ready(device), [memory.file])
-        memory.close()
+        channel.send(ready(device))
         _compute(channel, device)
-    except LostRankError as error:  # rank 0 knows, or waits for the same one
+    except LostRankError as error:
         log.warning("this rank ends", extra={"reason": error.message})
+        _wait_for_end(channel)
     except (EOFError, ConnectionError):
-        return
+        pass
     except Exception as error:
         if not isinstance(error, BatonError):
             log.exception("a rank failed")
         reason = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):  # rank 0 may have found the same
             channel.send(Failed(reason))
-    group.fail()
+    place.fail()
+    place.close()
+
+
+def _wait_for_end(channel: Channel) -> None:
+    """Until rank 0 has found the rank that was lost. If this one ended before, others would name this one."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            channel.receive()
 
 
 def _compute(channel: Channel, device: LocalDevice) -> None:
@@ -83,11 +92,11 @@ def _compute(channel: Channel, device: LocalDevice) -> None:
 
 
 def main() -> int:
-    channel, segment = Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; rank 0 decides
     try:
-        message, _ = channel.receive()
+        message, files = channel.receive()
     except (EOFError, OSError):
         return 1
     if not isinstance(message, Join):
@@ -95,7 +104,7 @@ def main() -> int:
     setup_logging(message.name, level=message.log_level, log_format=message.log_format)
     if message.cores:
         os.sched_setaffinity(0, message.cores)
-    serve(channel, message, segment)
+    serve(channel, message, files)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A rank's KV cache in memory that another process can map, so that rank 0's connectors read and write it."""
+"""A rank's KV cache in memory that other processes can map, so that rank 0's connectors read and write it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from collections.abc import Sequence
 import torch
 
 
-class SharedCache:
-    """Memory for one tensor. `file` is its descriptor, for the process that maps the tensor, too; it is closed with
-    `close`, and what was mapped stays."""
+def make_cache_file() -> int:
+    """A descriptor of memory for one cache; it has no size yet."""
+    return os.memfd_create("baton-kv")
 
-    def __init__(self) -> None:
-        self.file = os.memfd_create("baton-kv")
+
+class SharedCache:
+    """Memory for one tensor, of which several processes may ask for the same. It stays when `file` is closed."""
+
+    def __init__(self, file: int) -> None:
+        """`file` as `make_cache_file` gives it."""
+        self._file = file
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros."""
-        os.ftruncate(self.file, max(1, math.prod(shape) * dtype.itemsize))
-        return map_cache(self.file, shape, dtype)
-
-    def close(self) -> None:
-        os.close(self.file)
+        """Zeros, if nobody has written yet. All processes have to ask for the same shape."""
+        os.ftruncate(self._file, max(1, math.prod(shape) * dtype.itemsize))
+        return map_cache(self._file, shape, dtype)
 
 
 def map_cache(file: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -52,12 +52,12 @@ def make_segment(size: int) -> int:
     library = exchange_library()
     if library is None or not hasattr(os, "memfd_create"):
         why = "a library that was not built (make install does, with a C++ compiler)" if library is None else "Linux"
-        raise StartupError(f"--tensor-parallel-size {size} needs {why}: ranks of a host meet in shared memory")
+        raise StartupError(f"{size} ranks need {why}: ranks of a host meet in shared memory")
     try:
         segment = os.memfd_create("baton-ranks")
         os.ftruncate(segment, library.baton_exchange_bytes(size, SLOT_BYTES))
     except OSError as error:
-        raise StartupError(f"--tensor-parallel-size {size}: no memory to share: {error.strerror}") from error
+        raise StartupError(f"{size} ranks have no memory to share: {error.strerror}") from error
     return segment
 
 

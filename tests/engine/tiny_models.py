@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import SampledToken
+from engine.device import Device
 from engine.local.device import LocalDevice
 from engine.ranks.group import RankGroup
 from engine.sampling.draws import draw
@@ -229,7 +230,7 @@ def random_sequences(lengths: Sequence[int], *, num_blocks: int = 64, seed: int 
     return result
 
 
-def advance(runner: LocalDevice, sequences: Sequence[Progress], sizes: Sequence[int]) -> None:
+def advance(runner: Device, sequences: Sequence[Progress], sizes: Sequence[int]) -> None:
     """One engine step in which each sequence takes its number of new tokens."""
     for sequence, token in zip(
         sequences,

@@ -30,13 +30,19 @@ Answers = dict[str, Expected]
 
 
 class RankedFleet(Fleet):
-    """One prefill worker and further decode workers, each with its own number of ranks."""
+    """One prefill worker and further decode workers, each with its own number of ranks, or of stages and of ranks of
+    each stage."""
 
     def __init__(
-        self, folder: Path, connector: str, num_ranks: Sequence[int], *flags: str, deals_experts: bool = False
+        self,
+        folder: Path,
+        connector: str,
+        num_ranks: Sequence[int | tuple[int, int]],
+        *flags: str,
+        deals_experts: bool = False,
     ) -> None:
         self._num_ranks, self._deals_experts = list(num_ranks), deals_experts
-        self._ranks_at: dict[str, int] = {}
+        self._ranks_at: dict[str, int | tuple[int, int]] = {}
         flags = (f"--connector={connector}", "--chunk-size=64", *flags)
         router_flags = ("--min-remote-tokens=1",)
         super().__init__(folder, *flags, prefill=1, decode=len(num_ranks) - 1, router_flags=router_flags)
@@ -44,8 +50,13 @@ class RankedFleet(Fleet):
     def flags_of(self, address: str) -> Sequence[str]:
         if address not in self._ranks_at:
             self._ranks_at[address] = self._num_ranks.pop(0)
-        number = self._ranks_at[address]
-        return (f"--tensor-parallel-size={number}", f"--expert-parallel-size={number if self._deals_experts else 1}")
+        one = self._ranks_at[address]
+        num_stages, number = (1, one) if isinstance(one, int) else one
+        return (
+            f"--pipeline-parallel-size={num_stages}",
+            f"--tensor-parallel-size={number}",
+            f"--expert-parallel-size={number if self._deals_experts else 1}",
+        )
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -62,12 +73,21 @@ NAMES = ("one-token", "capital", "story", "chat-capital", "ledger-1200")
         ("shared_storage", (1, NUM_RANKS)),
         pytest.param("nixl", (NUM_RANKS, 1), marks=needs_nixl),
         pytest.param("nixl", (NUM_RANKS, NUM_RANKS), marks=needs_nixl),
+        pytest.param("nixl", ((2, 1), NUM_RANKS), marks=needs_nixl),
+        ("shared_storage", (NUM_RANKS, (4, 1))),
+        pytest.param("nixl", (1, (2, NUM_RANKS)), marks=needs_nixl),
     ],
 )
 def test_unlike_pairs(
-    connector: str, num_ranks: Sequence[int], expected: Answers, salt: Salt, model_dir: object, tmp_path: Path
+    connector: str,
+    num_ranks: Sequence[int | tuple[int, int]],
+    expected: Answers,
+    salt: Salt,
+    model_dir: object,
+    tmp_path: Path,
 ) -> None:
-    """A prefill worker hands over to a decode worker of as many ranks, or more, or fewer."""
+    """A prefill worker hands over to a decode worker of as many ranks, or more, or fewer, or with another number of
+    stages."""
     fleet = RankedFleet(tmp_path, connector, num_ranks)
     with running(fleet):
         results = ask(fleet, expected, NAMES, salt)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from common.config import EngineSettings
 from common.errors import ConfigError, LostRankError, StartupError
 from common.logs import setup_logging
 from common.model_files import open_model
-from common.sampling import SamplingParams
-from common.types import SampledToken
-from engine import messages as m
-from engine.core import EngineCore
-from engine.device import Device, do_nothing
+from engine.device import do_nothing
 from engine.device_thread import DeviceThread
 from engine.devices import open_device
 from engine.local.device import LocalDevice
@@ -34,18 +27,11 @@ from engine.ranks.device import RankedDevice
 from engine.ranks.launch import Rank, join_of_rank, start_rank
 from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready, Step
 from engine.ranks.shared_memory import exchange_library
-from engine.step import Draw, LogitEdits, Scoring, StepInput, StepRow
-from kv_store.base import ConnectorConfig
-from kv_store.registry import create_connector
-from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE, make_model
-from tests.support.fake_device import add, assert_idle, run, tokens_of
+from engine.step import StepInput
+from tests.engine.ranks.devices import answers, ids, in_threads, ranked, rows, settings_of
+from tests.engine.tiny_models import FAMILIES, make_model
 
 pytestmark = pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-PROMPTS = [
-    [(7 * number + 3 * place) % VOCAB_SIZE for place in range(length)] for number, length in enumerate((61, 20, 43))
-]
 
 
 @pytest.fixture(scope="module")
@@ -56,85 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "mixture", {**FAMILIES["mixtral"], "sliding_window": None})
-
-
-class ThreadRank(threading.Thread):
-    """A rank in a thread of this process; waiting for others lets go of Python's lock."""
-
-    def __init__(self, segment: int, serve: Callable[[Channel, Join, int], None]) -> None:
-        super().__init__(daemon=True)
-        self.pid = os.getpid()
-        self._segment = os.dup(segment)
-        self._serve = serve
-        ours, theirs = socket.socketpair()
-        self.ours, self.theirs = Channel(ours), Channel(theirs)
-
-    def run(self) -> None:
-        try:
-            message, _ = self.theirs.receive()
-            assert isinstance(message, Join)
-            self._serve(self.theirs, message, self._segment)
-        except (EOFError, OSError):
-            pass
-        finally:
-            self.theirs.close()
-
-    def kill(self) -> None:
-        raise AssertionError("it does not end")
-
-    def wait(self, timeout: float) -> None:
-        self.join(timeout)
-        if self.is_alive():
-            raise subprocess.TimeoutExpired("a rank", timeout)
-
-
-def in_threads(serve: Callable[[Channel, Join, int], None] = process.serve) -> Callable[[int, int, int], Rank]:
-    def start(number: int, segment: int, num_threads: int) -> Rank:
-        thread = ThreadRank(segment, serve)
-        thread.start()
-        return Rank(number, thread, thread.ours)
-
-    return start
-
-
-def settings_of(num_ranks: int, **changes: object) -> EngineSettings:
-    values = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": BLOCK_SIZE,
-        "num_blocks": 40,
-        "max_model_len": 128,
-        "chunk_size": 24,
-        "num_threads": 1,
-        "tensor_parallel_size": num_ranks,
-        **changes,
-    }
-    return EngineSettings.model_validate(values)
-
-
-@contextmanager
-def ranked(model: Path, num_ranks: int, **changes: object) -> Iterator[RankedDevice]:
-    device = RankedDevice(model, settings_of(num_ranks, **changes), in_threads())
-    try:
-        yield device
-    finally:
-        device.close()
-
-
-def answers(device: Device, settings: EngineSettings) -> tuple[dict[str, list[int]], int]:
-    """Of all prompts at once, then of the last one again. And how often one was preempted."""
-    ticks = iter(range(10**9))
-    connector = create_connector("memory", ConnectorConfig(worker_id="test"), settings.tensor_parallel_size)
-    core = EngineCore(settings, device, connector, lambda: float(next(ticks)), lambda: None)
-    for number, prompt in enumerate(PROMPTS):
-        add(core, str(number), prompt, params=GREEDY)
-    events = run(core)
-    add(core, "again", PROMPTS[-1], params=GREEDY)
-    events += run(core)
-    assert_idle(core)
-    core.close()
-    preempted = max(event.num_preemptions for event in events if isinstance(event, m.TokensGenerated))
-    return tokens_of(events), preempted
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -180,23 +87,6 @@ def test_experts_are_dealt_out_to_as_many_processes_as_compute(
         open_device(model, settings_of(2, **changes))
 
 
-def rows() -> list[StepRow]:
-    """One of each kind."""
-    edits = LogitEdits(repetition_penalty=1.5)
-    score = Scoring(start=0, token_ids=[2, 3], num_top=1)
-    return [
-        StepRow(token_ids=[5, 6, 7], num_computed_tokens=0, block_ids=[4], draw=Draw(index=0, temperature=0.0)),
-        StepRow(token_ids=[9], num_computed_tokens=0, block_ids=[5], draw=Draw(index=3, seed=7, num_top=2)),
-        StepRow(token_ids=[1, 2], num_computed_tokens=0, block_ids=[6], draw=Draw(index=0, seed=1, edits=edits)),
-        StepRow(token_ids=[1, 2, 3], num_computed_tokens=0, block_ids=[7], score=score),
-        StepRow(token_ids=[8, 9], num_computed_tokens=0, block_ids=[8], num_pooled=2),
-    ]
-
-
-def ids(tokens: list[SampledToken | None]) -> list[int | None]:
-    return [None if token is None else token.token_id for token in tokens]
-
-
 def test_every_kind_of_row(model: Path) -> None:
     expected = LocalDevice(model, settings_of(1)).compute(rows())
     with ranked(model, 2) as device:
@@ -230,7 +120,7 @@ def test_weights_that_only_fit_by_rank_are_refused(model: Path, monkeypatch: pyt
 
 
 def test_a_rank_that_cannot_load_is_named(model: Path) -> None:
-    def serve(channel: Channel, _join: Join, _segment: int) -> None:
+    def serve(channel: Channel, _join: Join, _files: Sequence[int]) -> None:
         channel.send(Failed("the weights need 7 GiB"))
 
     with pytest.raises(StartupError, match=r"^rank 1: the weights need 7 GiB$"):
@@ -244,7 +134,7 @@ def test_a_rank_logs_as_rank_0_does(
     join = join_of_rank(settings_of(2), settings_of(1), model, 1, [os.getpid()] * 2)
     setup_logging("decode")
 
-    def serve(channel: Channel, _join: Join, _segment: int) -> None:
+    def serve(channel: Channel, _join: Join, _files: Sequence[int]) -> None:
         process.log.warning("it serves")
         channel.close()
 
@@ -254,7 +144,7 @@ def test_a_rank_logs_as_rank_0_does(
         monkeypatch.setattr(process, "die_with_parent", lambda: None)
         monkeypatch.setattr(process.signal, "signal", lambda *_: None)
         monkeypatch.setattr(process, "serve", serve)
-        monkeypatch.setattr("sys.argv", ["process", str(theirs.detach()), "0"])
+        monkeypatch.setattr("sys.argv", ["process", str(theirs.detach())])
         assert process.main() == 0
     line = msgspec.json.decode(capsys.readouterr().err)
     assert (line["process"], line["message"]) == ("rank 1", "it serves")
@@ -277,8 +167,8 @@ class OldChannel(Channel):
 
 @pytest.mark.slow
 def test_a_rank_of_another_release_is_named(model: Path) -> None:
-    def serve(channel: Channel, join: Join, segment: int) -> None:
-        process.serve(OldChannel(channel), join, segment)
+    def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
+        process.serve(OldChannel(channel), join, files)
 
     with pytest.raises(StartupError, match=r"^rank 1 differs from rank 0: release 0\.0\.1, not "):
         RankedDevice(model, settings_of(2), in_threads(serve))
@@ -323,8 +213,8 @@ def repeat(work: Callable[[], object]) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_ends_between_steps_is_found(model: Path) -> None:
-    def serve(channel: Channel, join: Join, segment: int) -> None:
-        process.serve(LeavingChannel(channel), join, segment)
+    def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
+        process.serve(LeavingChannel(channel), join, files)
 
     device = RankedDevice(model, settings_of(2), in_threads(serve))
     device.check_alive()
@@ -353,8 +243,8 @@ def test_a_stopped_rank_is_found_while_a_step_is_sent(model: Path, monkeypatch: 
     """The step is larger than what a socket takes of which nobody reads."""
     may_go_on = threading.Event()
 
-    def serve(channel: Channel, join: Join, segment: int) -> None:
-        process.serve(DeafChannel(channel, may_go_on), join, segment)
+    def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
+        process.serve(DeafChannel(channel, may_go_on), join, files)
 
     device = RankedDevice(model, settings_of(2), in_threads(serve))
     monkeypatch.setattr(device._watch, "problem", lambda rank: f"rank {rank} was stopped")
@@ -407,8 +297,8 @@ def test_a_command_of_one_process_says_so(model: Path) -> None:
 def test_real_processes(model: Path, signum: signal.Signals, is_idle: bool) -> None:
     pids: list[int] = []
 
-    def start(number: int, segment: int, num_threads: int) -> Rank:
-        rank = start_rank(number, segment, num_threads)
+    def start(number: int, num_threads: int) -> Rank:
+        rank = start_rank(number, num_threads)
         pids.append(rank.process.pid)
         return rank
 

@@ -19,6 +19,7 @@ from engine.loading.weights import load_weights
 from engine.models.decoder import Decoder
 from engine.models.families import describe, read_family_config
 from engine.models.registry import build_model
+from engine.models.stage import Stage
 from kv_store.shards import shard_of
 from tests.engine.ranks.rank_processes import Nobody
 from tests.engine.tiny_models import FAMILIES, make_model
@@ -53,12 +54,20 @@ MIXTURE_671B: dict[str, object] = {
 }
 
 
-def shard(config: dict[str, object], rank: int, size: int, *, deals_experts: bool = False) -> Decoder:
+def shard(
+    config: dict[str, object], rank: int, size: int, *, deals_experts: bool = False, stage: Stage | None = None
+) -> Decoder:
     (architecture,) = config["architectures"]  # type: ignore[misc]
     description = describe(str(architecture), read_family_config(str(architecture), config), 64)
     group = Nobody(rank, size)
     return Decoder(
-        description, num_positions=64, dtype=torch.bfloat16, device=META, group=group, deals_experts=deals_experts
+        description,
+        num_positions=64,
+        dtype=torch.bfloat16,
+        device=META,
+        group=group,
+        deals_experts=deals_experts,
+        stage=stage,
     )
 
 
@@ -70,9 +79,11 @@ def part_of(place: Place) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...],
     return place.shape, place.part.ranges, math.prod(place.place.shape)
 
 
-def check_that_ranks_have_all(config: dict[str, object], size: int, *, deals_experts: bool = False) -> int:
-    """Returns how many weights the model has."""
-    by_rank = [shard(config, rank, size, deals_experts=deals_experts).places() for rank in range(size)]
+def check_that_ranks_have_all(
+    config: dict[str, object], size: int, *, deals_experts: bool = False, stage: Stage | None = None
+) -> int:
+    """Returns how many weights the model, or the stage, has."""
+    by_rank = [shard(config, rank, size, deals_experts=deals_experts, stage=stage).places() for rank in range(size)]
     total = 0
     if deals_experts:
         whole = [{name: place for name, place in places.items() if ".experts." in name} for places in by_rank]
@@ -114,6 +125,23 @@ def test_large_shapes_on_8_ranks(config: dict[str, object], num_weights: int, de
     num_layers = config["num_hidden_layers"]
     assert isinstance(num_layers, int)
     assert one + (num_layers - 1) * (two - one) == num_weights
+
+
+@pytest.mark.parametrize(
+    ("config", "num_weights", "deals_experts"),
+    [
+        pytest.param(LLAMA_70B, 70_553_706_496, False, id="70b"),
+        pytest.param(MIXTURE_671B, 670_343_955_968, False, id="671b", marks=pytest.mark.slow),
+        pytest.param(MIXTURE_671B, 670_343_955_968, True, id="671b-experts-dealt-out", marks=pytest.mark.slow),
+    ],
+)
+def test_large_shapes_in_4_stages_of_2_ranks(config: dict[str, object], num_weights: int, deals_experts: bool) -> None:
+    stages = [Stage(number, 4) for number in range(4)]
+    names = [set(shard(config, 0, 2, deals_experts=deals_experts, stage=stage).places()) for stage in stages]
+    assert len(set().union(*names)) == sum(map(len, names)), "a tensor is in one stage"
+    held = [check_that_ranks_have_all(config, 2, deals_experts=deals_experts, stage=stage) for stage in stages]
+    assert sum(held) == num_weights
+    assert max(held) < num_weights / 4 * 1.05
 
 
 @pytest.mark.parametrize(
