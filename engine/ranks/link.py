@@ -158,4 +158,4 @@ class SocketLink:
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(values.view(-1).view(torch.uint8).numpy())
+    return values.view(-1).view(torch.uint8).numpy().data
