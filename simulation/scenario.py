@@ -27,11 +27,12 @@ from router.autoscaler.rules import Targets
 from router.limits.quotas import read_limits
 from router.policy.registry import create_policy
 from simulation.admission import AdmissionOptions
-from simulation.fleet import Fleet, FleetOptions
+from simulation.fleet import Fleet
+from simulation.fleet_base import FleetOptions
 from simulation.link import LinkSpeed
 from simulation.outcome import Outcome
 from simulation.scaling import ScalingOptions
-from simulation.worker import HostTime
+from simulation.step_times import HostTime
 
 NUM_MADE = 1000  # requests, if nobody says how many
 LONGEST = 16  # times the median, of lengths that are drawn

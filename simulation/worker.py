@@ -12,7 +12,6 @@ evicted in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
@@ -24,20 +23,10 @@ from engine.scheduling.schedule import LateRequest, SchedulerOutput
 from simulation.clock import VirtualClock
 from simulation.device import VirtualDevice
 from simulation.link import Link
+from simulation.step_times import HostTime
 
 BLOCKS_INTERVAL_S = 0.02
 LONGEST_LEAP = 256  # steps, whose times grow evenly enough
-
-
-@dataclass(slots=True, frozen=True)
-class HostTime:
-    """Seconds between two steps, in which the device waits for the engine."""
-
-    step_s: float = 0.0
-    request_s: float = 0.0  # more for each request of the step
-
-    def seconds(self, num_requests: int) -> float:
-        return self.step_s + self.request_s * num_requests
 
 
 class _Leap:
@@ -152,6 +141,10 @@ class SimulatedWorker:
     def is_idle(self) -> bool:
         """Nobody has anything of it, or waits for it."""
         return not self.core.scheduler.requests and not self.core.has_work
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with its blocks or queues; empty if nothing is."""
+        return self.core.scheduler.check_integrity()
 
     def deliver(self, command: m.Command) -> None:
         """A command has come."""
