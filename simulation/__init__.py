@@ -11,9 +11,19 @@ no device.
     admission    what a router lets in, and when
     router       what a router decides by, and what it has heard
     prefill_leg  a request's way to a prefill worker and back
-    fleet        workers, requests on their way, and the planner
+    fleet_base   what comes, workers that come and go, the planner
+    fleet        requests on their way between workers with engines
+    step_times   how long steps take, and runs of equal ones
     outcome      what came of it
     report       the same as a page with pictures
+
+Without engines, for large fleets (`--counted`), the same router and planner, and:
+
+    counted_worker  a worker as plain numbers: decodes, prompts, queues
+    counted_fleet   requests on their way between these
+    counted_router  loads that are looked at when a decision is asked for
+    block_counts    blocks as counts, the prefix cache as names
+    block_names     names without tokens
 
 Nothing sleeps and nothing runs beside anything else, so equal seeds give equal results on every machine.
 """

@@ -21,7 +21,7 @@ class VirtualClock:
 
     def at(self, time: float, call: Callable[[], None]) -> None:
         """Calls once, at `time`, or now if that has passed."""
-        heapq.heappush(self._due, (max(time, self.now), next(self._numbers), call))
+        heapq.heappush(self._due, (time if time > self.now else self.now, next(self._numbers), call))
 
     def step(self) -> bool:
         """Makes the next call. False if there is none."""

@@ -41,7 +41,8 @@ class FleetOptions:
     max_model_len: int = 131_072
     message_s: float = 0.0005  # a message's way from process to process
     host: HostTime = field(default_factory=HostTime)
-    leaps: bool = False
+    leaps: bool = False  # of workers with engines
+    is_counted: bool = False  # workers have no engines
     tells_times: bool = True  # workers say how long their steps take, so that the router counts in seconds
     lends: bool = True  # decode workers lend what they have of a prompt
     scaling: ScalingOptions | None = None  # None: the fleet stays as it is

@@ -27,6 +27,7 @@ from router.autoscaler.rules import Targets
 from router.limits.quotas import read_limits
 from router.policy.registry import create_policy
 from simulation.admission import AdmissionOptions
+from simulation.counted_fleet import CountedFleet
 from simulation.fleet import Fleet
 from simulation.fleet_base import FleetOptions
 from simulation.link import LinkSpeed
@@ -72,7 +73,7 @@ def run(settings: SimulateSettings, progress: Callable[[int, int], None] = lambd
 
     results: list[Result] = []
     for number, (scenario, option) in enumerate(zip(planned, options, strict=True)):
-        outcome = Fleet(option).run(requests, partial(told, number * len(requests)))
+        outcome = new_fleet(option).run(requests, partial(told, number * len(requests)))
         sources = dict.fromkeys(option.times[role].source for role, num in scenario.num_workers.items() if num)
         results.append(Result(scenario, outcome, outcome.summary(goodput), tuple(sources)))
     return results
@@ -176,6 +177,8 @@ def scenarios(settings: SimulateSettings) -> list[Scenario]:
 
 
 def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOptions:
+    if settings.counted:
+        _check_counted(settings)
     engine = EngineSettings.model_validate(
         {
             name: getattr(settings, name)
@@ -209,12 +212,37 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         message_s=settings.message_latency / 1000,
         host=HostTime(settings.host_time / 1000, settings.host_request_time / 1000),
         leaps=settings.leap,
+        is_counted=settings.counted,
         tells_times=settings.router_times,
         lends=settings.lend_blocks,
         scaling=_scaling(settings) if settings.autoscale or settings.move_roles else None,
         targets=_targets(parse_goodput(settings.goodput, "goodput")),
         admission=_admission(settings),
     )
+
+
+def new_fleet(options: FleetOptions) -> Fleet | CountedFleet:
+    return CountedFleet(options) if options.is_counted else Fleet(options)
+
+
+def _check_counted(settings: SimulateSettings) -> None:
+    """Raises `ConfigError` for what workers without engines cannot do."""
+    if settings.leap:
+        raise ConfigError("counted", "means nothing with --leap, which is for workers with engines")
+    if settings.queue_policy in ("slo", "priority"):
+        raise ConfigError("queue_policy", "with --counted workers compute by arrival: set fcfs")
+    if settings.queue_policy == "auto":
+        if _targets(parse_goodput(settings.goodput, "goodput")) is not None:
+            reason = "with --counted workers do not look at the targets of --goodput: set fcfs"
+            raise ConfigError("queue_policy", reason)
+        if settings.limits_file is not None:
+            reason = "with --counted workers do not look at targets of --limits-file: set fcfs"
+            raise ConfigError("queue_policy", reason)
+    if settings.hedge_prefill:
+        raise ConfigError("hedge_prefill", "with --counted no second prefill worker is asked")
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        reason = f"with --counted a step has room for all requests: {settings.max_num_seqs} at least (--max-num-seqs)"
+        raise ConfigError("max_num_batched_tokens", reason)
 
 
 def _admission(settings: SimulateSettings) -> AdmissionOptions:

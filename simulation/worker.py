@@ -23,14 +23,13 @@ from engine.scheduling.schedule import LateRequest, SchedulerOutput
 from simulation.clock import VirtualClock
 from simulation.device import VirtualDevice
 from simulation.link import Link
-from simulation.step_times import HostTime
+from simulation.step_times import LONGEST_RUN, HostTime, Run
 
 BLOCKS_INTERVAL_S = 0.02
-LONGEST_LEAP = 256  # steps, whose times grow evenly enough
 
 
-class _Leap:
-    """Steps of one batch that are not computed one by one."""
+class _Leap(Run):
+    """Steps of one batch of requests that are not computed one by one."""
 
     def __init__(
         self,
@@ -43,50 +42,20 @@ class _Leap:
         *,
         has_queue: bool,
     ) -> None:
-        """Contexts grow by one token in each step, so times grow evenly: they are predicted for the first step and the
-        one after the last. `has_queue`: requests wait for which there is no room."""
+        """Times are predicted for the first step and the one after the last. `has_queue`: requests wait for which there
+        is no room."""
         after = StepShape(
             num_decodes=shape.num_decodes,
             decode_context=shape.decode_context + num_steps * shape.num_decodes,
             longest_context=shape.longest_context + num_steps,
             num_head_rows=shape.num_head_rows,
         )
+        first_s = time.seconds(shape) + host_s
+        super().__init__(start, num_steps, first_s, (time.seconds(after) + host_s - first_s) / num_steps, host_s)
         self.requests = requests
-        self.num_steps = num_steps
         self.num_taken_in = 0  # steps that its requests know of
         self.num_quiet = 0  # steps up to which nobody takes a further block, or fills one
-        self.start = start
         self.has_queue = has_queue
-        self.host_s = host_s  # of each step
-        self._first_s = time.seconds(shape) + host_s
-        self._growth_s = (time.seconds(after) + host_s - self._first_s) / num_steps  # from step to step
-        self.end = start + self.seconds(num_steps)
-
-    def shorten(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.end = self.start + self.seconds(num_steps)
-
-    def seconds(self, num_steps: int) -> float:
-        """Of the first steps together."""
-        return num_steps * (self._first_s + self._growth_s * (num_steps - 1) / 2)
-
-    def step_end(self, time: float) -> float:
-        """When the first step ends that does not end before `time`."""
-        num = self.num_done(time)
-        end = self.start + self.seconds(num)
-        return end if end >= time or num == self.num_steps else self.start + self.seconds(num + 1)
-
-    def num_done(self, now: float) -> int:
-        """Steps that have ended by then."""
-        passed_s = now - self.start
-        most = passed_s / self._first_s  # if steps took no longer with time
-        mean_s = max(self._first_s + self._growth_s * most / 2, self._first_s / 2)
-        num = min(max(int(passed_s / mean_s), 0), self.num_steps)
-        while num < self.num_steps and self.start + self.seconds(num + 1) <= now:
-            num += 1
-        while num and self.start + self.seconds(num) > now:
-            num -= 1
-        return num
 
 
 class SimulatedWorker:
@@ -259,7 +228,7 @@ class SimulatedWorker:
         core = self.core
         if not decodes or len(decodes) != core.scheduler.num_computing or len(decodes) > self._max_batched_tokens:
             return 0  # a prompt is under way, or a step has no room for all of them, so they take turns
-        left = LONGEST_LEAP
+        left = LONGEST_RUN
         for request in decodes:
             num_tokens = len(request.token_ids)
             left = min(left, request.num_prompt_tokens + request.sampling_params.max_tokens - num_tokens)

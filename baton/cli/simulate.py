@@ -155,6 +155,7 @@ SIMULATE = SettingsCommand(
         "baton simulate --trace conversation.jsonl --policy least_load,prefix_aware --out report.html",
         "baton simulate --rate 16 --sweep prefill=1..4,decode=1..4 --goodput ttft:500,tpot:50",
         "baton simulate --arrivals day --rate 12 --requests 20000 --autoscale --leap",
+        "baton simulate --prefill 400 --decode 600 --rate 4000 --requests 100000 --block-size 512 --counted",
     ],
     params=[click.Argument(["targets"], nargs=-1, metavar="[TARGET]..."), AS_JSON],
 )

@@ -94,6 +94,10 @@ class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
         None, description="whose requests they are, and their shares, as web=3,batch=1; nobody's if unset"
     )
     leap: bool = Field(False, description="make many equal decode steps at once: faster, and within 1 % of the same")
+    counted: bool = Field(
+        False,
+        description="workers count tokens and blocks and have no engine: fastest, for large fleets, by arrival alone",
+    )
     autoscale: bool = Field(False, description="let the planner add and remove prefill and decode workers")
     move_roles: bool = Field(
         False, description="all workers have both roles, and what they take follows the load, whatever they begin with"

@@ -26,20 +26,31 @@ class Room:
     def after(self, running: Iterable[Request], num_before: int) -> tuple[int, ...]:
         """`WorkerLoad.room_after`, if there is no room now and so many wait for it; empty if nobody knows how long
         answers are."""
+        if self._mean_tokens is None:
+            return ()
+        return self.after_tokens([self._num_left(one) for one in running], num_before)
+
+    def after_tokens(self, num_left: Iterable[int], num_before: int) -> tuple[int, ...]:
+        """`after`, if running requests are expected to draw so many tokens before they give their places up."""
         if (mean := self._mean_tokens) is None:
             return ()
-        left = sorted([self._num_left(one, mean) for one in running])
+        left = sorted(num_left)
         found: list[int] = []
         for exponent in range(len(left).bit_length()):
             num_rounds, rank = divmod(num_before + 2**exponent - 1, len(left))
             found.append(max([*found[-1:], int(num_rounds * mean) + left[rank]]))
         return tuple(found)
 
-    def _num_left(self, request: Request, mean: float) -> int:
-        """Counted by the blocks that the request has, so it only changes when the request takes another one. Prefills
-        and embeddings give their places up once the prompt is computed."""
+    def num_left(self, num_blocks: int, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Tokens that a request with so many blocks is expected to draw yet. Counted by its blocks, so it only changes
+        when it takes another one. 1 if nobody knows how long answers are."""
+        num_drawn = num_blocks * self._block_size - num_prompt_tokens
+        mean = 0.0 if self._mean_tokens is None else self._mean_tokens
+        expected = min(max(mean, LONGER * num_drawn), max_tokens)
+        return max(int(expected) - num_drawn + self._block_size // 2, 1)
+
+    def _num_left(self, request: Request) -> int:
+        """Prefills and embeddings give their places up once the prompt is computed."""
         if request.mode is RequestMode.PREFILL or request.embed is not None:
             return 1
-        num_drawn = len(request.block_ids) * self._block_size - request.num_prompt_tokens
-        expected = min(max(mean, LONGER * num_drawn), request.sampling_params.max_tokens)
-        return max(int(expected) - num_drawn + self._block_size // 2, 1)
+        return self.num_left(len(request.block_ids), request.num_prompt_tokens, request.sampling_params.max_tokens)

@@ -177,6 +177,12 @@ class Fleet:
             self._addresses.clear()
         self._ordered[member.position % LAST] = self._join(endpoint, member.position % LAST)
 
+    def update_load(self, endpoint: Endpoint) -> None:
+        """`update`, in less time, of a worker of which nothing but the load is news."""
+        member = self._members[endpoint.address]
+        member.endpoint = endpoint
+        member.group.put(member.position, endpoint)
+
     def _join(self, endpoint: Endpoint, number: int) -> Member:
         self._remembered.clear()
         traits = _traits(endpoint)

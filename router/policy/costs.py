@@ -94,7 +94,8 @@ class SecondCosts:
     in_seconds = True
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Endpoint, float, float]] = {}  # by address: of this endpoint, queue and load
+        # By address: of this endpoint, queue and load, and both together.
+        self._kept: dict[str, tuple[Endpoint, float, float, float]] = {}
         self._of_models: dict[int, tuple[BatchTime, float, float]] = {}  # by identity: margin, and one decode's step
         self._decodes: dict[str, tuple[Endpoint, StepShape]] = {}  # by address
         self._prompts: dict[tuple[int, int, int], tuple[BatchTime, float]] = {}  # by identity, missing, cached tokens
@@ -106,17 +107,18 @@ class SecondCosts:
         return self._of(endpoint)[2]
 
     def wait(self, endpoint: Endpoint) -> float:
-        _, queue, load = self._of(endpoint)
-        return queue + load  # none of a worker that only prefills
+        kept = self._kept.get(endpoint.address)
+        return kept[3] if kept is not None and kept[0] is endpoint else self._of(endpoint)[3]
 
-    def _of(self, endpoint: Endpoint) -> tuple[Endpoint, float, float]:
+    def _of(self, endpoint: Endpoint) -> tuple[Endpoint, float, float, float]:
         kept = self._kept.get(endpoint.address)
         if kept is None or kept[0] is not endpoint:
             num_queued = endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             load = ANSWER_TOKENS * step_s(endpoint, num_more=1) if endpoint.can_decode else 0.0
-            kept = endpoint, prompt_s(_time(endpoint), num_queued, 0), load
+            queue = prompt_s(_time(endpoint), num_queued, 0) if num_queued else 0.0
+            kept = endpoint, queue, load, queue + load  # no load of a worker that only prefills
             self._kept[endpoint.address] = kept
         return kept
 
