@@ -19,8 +19,10 @@ The tables are written from the one that the tests check, with real processes, c
 ([`tests/faults`](../tests/faults)); `make test-faults` runs them all, `make test-slow` a few, and `make chaos` mixes
 faults at random under load. With `FAULTS_ROUTERS=3` three routers share the workers, and each cell asks the next one.
 With `FAULTS_QUEUE_POLICY=slo` or `auto`, and `CHAOS_QUEUE_POLICY`, workers know how long steps take, and requests have
-[latency targets](latency-targets.md); one of the cells of `make test-slow` is tried so, too. With `CHAOS_ROLE_SHIFTS=1`
-workers of both roles take work of another one each second.
+[latency targets](latency-targets.md). With `FAULTS_ROLE_SHIFTS=1` all workers have both roles, others take prompts in
+each cell, and the two that have the request change places at its moment, so that the fault strikes in
+mid-[shift](roles.md). Two cells of `make test-slow`, a prefill and a decode worker that are killed, are tried with
+targets and shifts. With `CHAOS_ROLE_SHIFTS=1` workers of both roles take work of another one each second.
 [architecture.md](architecture.md) says how each is noticed.
 
 After every cell, whatever it was:

@@ -177,7 +177,7 @@ def test_a_decode_worker_that_lies(fleet: Fleet, target: Target, vitals: Vitals,
     with lying(target.decode) as (liar, address):
         flags = (f"--decode={target.decode},{address}", "--request-timeout=10")
         url = fleet.another_router("lied-to", *flags)
-        process = fleet._more_routers[-1]
+        process = fleet.every_router[-1].process
         headers = {"authorization": f"Bearer {RUDE_KEY}"}
         with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
             until = time.monotonic() + PATIENCE_S

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.types import WorkerRole
 from tests.faults import network as networks
 from tests.faults import watch
 from tests.faults.client_process import Ask, Told
@@ -23,15 +24,16 @@ from tests.faults.matrix import ONE_HOST, Moment
 from tests.faults.network import Network
 from tests.faults.reference import NUM_TOKENS, Reference
 from tests.faults.scene import CHUNK_SIZE, NUM_CHUNKS, Setting, new_id
-from tests.integration.stack import CALL_TIMEOUT_S, Fleet, OneHost, router_names
+from tests.faults.shifts import Shifts, roles_now
+from tests.integration.stack import CALL_TIMEOUT_S, Fleet, OneHost, router_names, worker_names
 from tests.kv_store.lmcache_process import LMCacheProcess
 from tests.nixl import skip_without_nixl
 
 NUM_ROUTERS = int(os.environ.get("FAULTS_ROUTERS", "1"))  # on the same workers; each cell asks the next one
 QUEUE_POLICY = os.environ.get("FAULTS_QUEUE_POLICY", "")  # empty: the workers' own, and no request has targets
+ROLE_SHIFTS = bool(os.environ.get("FAULTS_ROLE_SHIFTS"))  # workers of both roles, whose roles move: see `shifts`
 TTFT_MS, TPOT_MS = 30_000.0, 1_000.0  # of each request, with a queue policy
-HOSTS = [*router_names(NUM_ROUTERS), "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
-NUM_CALIBRATIONS = 4  # prompts: more than pairs of workers that have to connect
+NUM_CALIBRATIONS = 4  # prompts: more than pairs of workers that have to connect; twice as many if roles move
 HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
 FLAGS = (
     f"--chunk-size={CHUNK_SIZE}",
@@ -40,6 +42,8 @@ FLAGS = (
     "--drain-timeout=1",
     "--engine-timeout=10",  # longer than any engine is held, see `scene`
 )
+# Answers stay where they are while a cell lasts, so that only a fault moves any: handovers have tests of their own.
+SHIFT_FLAGS = ("--role-handover=600",)
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class Stage:
 
     connector: str
     queue_policy: str
+    role_shifts: bool
     setting: Setting
     network: Network | None
     why_no_network: str
@@ -115,11 +120,11 @@ class Stages:
         self._open = contextlib.ExitStack()
         self.stage: Stage | None = None
 
-    def get(self, connector: str, queue_policy: str) -> Stage:
-        stage = self.stage
-        if stage is None or (stage.connector, stage.queue_policy) != (connector, queue_policy):
+    def get(self, connector: str, queue_policy: str, *, role_shifts: bool) -> Stage:
+        stage, wanted = self.stage, (connector, queue_policy, role_shifts)
+        if stage is None or (stage.connector, stage.queue_policy, stage.role_shifts) != wanted:
             self.close()
-            opened = _opened(connector, queue_policy, self._reference, self._new_folder(connector))
+            opened = _opened(connector, queue_policy, role_shifts, self._reference, self._new_folder(connector))
             self.stage = self._open.enter_context(opened)
         return self.stage
 
@@ -137,8 +142,11 @@ def stages(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @contextlib.contextmanager
-def _opened(connector: str, queue_policy: str, reference: Reference, folder: Path) -> Iterator[Stage]:
+def _opened(
+    connector: str, queue_policy: str, role_shifts: bool, reference: Reference, folder: Path
+) -> Iterator[Stage]:
     skip_without_nixl(connector)
+    numbers = {"prefill": 0, "decode": 0, "both": 4} if role_shifts else {"prefill": 2, "decode": 2}
     with contextlib.ExitStack() as stack:
         disk = Disk(folder / "kv")
         stack.callback(disk.close)
@@ -146,7 +154,8 @@ def _opened(connector: str, queue_policy: str, reference: Reference, folder: Pat
         if server is not None:
             stack.callback(server.close)
         why = networks.why_not(folder) if server is None else ONE_HOST.why
-        network = None if why else Network(folder, HOSTS)
+        hosts = [*router_names(NUM_ROUTERS), *worker_names(**numbers), "client"]
+        network = None if why else Network(folder, hosts)
         if network is not None:
             stack.callback(network.close)
         # As between machines, whatever else is there between these processes.
@@ -157,13 +166,16 @@ def _opened(connector: str, queue_policy: str, reference: Reference, folder: Pat
             write = [sys.executable, "-m", "tests.integration.written_times", reference.model_dir, str(cache_dir)]
             subprocess.run(write, check=True)  # neither torch nor its warnings come into this process
             flags += [f"--queue-policy={queue_policy}", f"--cache-dir={cache_dir}"]
+        if role_shifts:
+            flags += SHIFT_FLAGS
         if server is not None:
             flags.append(f"--lmcache-address={server.address}")
-        fleet = Fleet(folder, *flags, prefill=2, decode=2, routers=NUM_ROUTERS, hosts=network, environ=environ)
+        fleet = Fleet(folder, *flags, **numbers, routers=NUM_ROUTERS, hosts=network, environ=environ)
         stack.callback(fleet.stop)
         hasty = fleet.another_router("hasty", f"--request-timeout={HASTY_TIMEOUT_S}")
-        setting = Setting(fleet, disk, reference.prompt, 0.0, is_store=connector != "nixl", server=server)
-        stage = Stage(connector, queue_policy, setting, network, why, reference, hasty, folder)
+        shifts = Shifts(fleet) if role_shifts else None
+        setting = Setting(fleet, disk, reference.prompt, 0.0, connector != "nixl", server, shifts)
+        stage = Stage(connector, queue_policy, role_shifts, setting, network, why, reference, hasty, folder)
         stack.callback(stage.close)
         stage.setting = replace(setting, chunk_cpu_s=_chunk_cpu_s(stage))
         yield stage
@@ -172,9 +184,14 @@ def _opened(connector: str, queue_policy: str, reference: Reference, folder: Pat
 def _chunk_cpu_s(stage: Stage) -> float:
     """What a chunk costs here, in seconds of processor time: the least of some prompts, since the first ones connect
     workers with each other, too."""
-    engines = [watch.engine_pid(member) for member in stage.fleet.members if member.role == "prefill"]
+    fleet, shifts = stage.fleet, stage.setting.shifts
     costs = []
-    for _ in range(NUM_CALIBRATIONS):
+    for _ in range(NUM_CALIBRATIONS if shifts is None else 2 * NUM_CALIBRATIONS):
+        if shifts is not None:
+            shifts.rearrange()
+            stage.setting.disk.empty()  # it has room for few prompts
+        roles = roles_now(fleet)
+        engines = [watch.engine_pid(one) for one in fleet.members if roles[one.address] is WorkerRole.PREFILL]
         before = sum(map(watch.cpu_s, engines))
         told = stage.answer("calibrate")
         costs.append((sum(map(watch.cpu_s, engines)) - before) / NUM_CHUNKS)

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from common.types import WorkerRole
 from tests.faults import watch
 from tests.faults.client_process import Ask
 from tests.faults.clients import ClientProcess
 from tests.faults.disk import Disk
 from tests.faults.matrix import Moment
+from tests.faults.shifts import Roles, Shifts, roles_now
 from tests.integration.stack import Fleet, Member, wait_for
 from tests.kv_store.lmcache_process import LMCacheProcess
 
@@ -48,6 +50,7 @@ class Setting:
     chunk_cpu_s: float  # processor time of one chunk
     is_store: bool
     server: LMCacheProcess | None = None  # which is the store, if there is one
+    shifts: Shifts | None = None  # None: roles stay
 
 
 class Scene:
@@ -58,6 +61,7 @@ class Scene:
         self.setting, self.client, self.ask, self.router = setting, client, ask, router
         self.fleet = setting.fleet
         self._frozen: set[int] = set()
+        self._roles: Roles = {}  # what each worker took when the request was sent
         self._prefill: Member | None = None
         self._decode: Member | None = None
 
@@ -72,10 +76,32 @@ class Scene:
         return self._decode
 
     def reach(self, moment: Moment) -> None:
-        """Sends the request and holds it at `moment`. Raises `MissedError`; the request may be running then."""
+        """Sends the request and holds it at `moment`. Raises `MissedError`; the request may be running then.
+
+        If roles move, they have moved before the request is sent, and its workers change places while it is held.
+        """
+        shifts = self.setting.shifts
+        if shifts is not None:
+            shifts.rearrange()
+        self._roles = roles_now(self.fleet)
         if moment is Moment.MID_DECODE:
             self._reach_mid_decode()
-            return
+        else:
+            self._reach_before_decode(moment)
+        if shifts is not None:
+            shifts.swap(self.prefill, self.decode)
+
+    def thaw(self) -> None:
+        """Lets everything go on that was held."""
+        self._thaw(set(self._frozen))
+
+    def keep_stopped(self, pids: Iterable[int]) -> None:
+        """These are not held any more, but stopped by a fault, or dead."""
+        self._frozen -= set(pids)
+
+    # ------------------------------------------------------------------------------------------- moments
+
+    def _reach_before_decode(self, moment: Moment) -> None:
         self._reach_queued()
         match moment:
             case Moment.MID_CHUNK:
@@ -97,18 +123,8 @@ class Scene:
                 self._prove(self.client.told.num_tokens == 1, "there are more tokens")
                 self._prove(self._num_moved() == self._num_moved_before, "a block has moved")
 
-    def thaw(self) -> None:
-        """Lets everything go on that was held."""
-        self._thaw(set(self._frozen))
-
-    def keep_stopped(self, pids: Iterable[int]) -> None:
-        """These are not held any more, but stopped by a fault, or dead."""
-        self._frozen -= set(pids)
-
-    # ------------------------------------------------------------------------------------------- moments
-
     def _reach_queued(self) -> None:
-        engines = {m.name: watch.engine_pid(m) for m in self.fleet.members if m.role == "prefill"}
+        engines = {m.name: watch.engine_pid(m) for m in self.fleet.members if self._takes(m, WorkerRole.PREFILL)}
         self._freeze(engines.values())
         self.client.ask(self.ask)
         self._find_workers()
@@ -164,8 +180,12 @@ class Scene:
 
         self._await("the router has sent the request", are_known)
         members = [self.fleet.member(address) for address in found]
-        self._prefill = next(member for member in members if member.role == "prefill")
-        self._decode = next(member for member in members if member.role == "decode")
+        self._prefill = next(member for member in members if self._takes(member, WorkerRole.PREFILL))
+        self._decode = next(member for member in members if self._takes(member, WorkerRole.DECODE))
+
+    def _takes(self, member: Member, role: WorkerRole) -> bool:
+        """Or took, when the request was sent."""
+        return self._roles[member.address] is role
 
     def _num_moved(self) -> float:
         return watch.total(watch.worker_metrics(self.decode), "baton_worker_kv_blocks_moved_total")

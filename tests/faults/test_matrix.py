@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
 from kv_store.lmcache.client import RETRY_AFTER_S
 from tests.faults import watch
 from tests.faults.client_process import Ask, Told
-from tests.faults.conftest import HASTY_TIMEOUT_S, QUEUE_POLICY, Stage, Stages
+from tests.faults.conftest import HASTY_TIMEOUT_S, QUEUE_POLICY, ROLE_SHIFTS, Stage, Stages
 from tests.faults.disk import corrupt
 from tests.faults.harm import Harm, restart_whom_ucx_ended, revive
 from tests.faults.matrix import (
@@ -62,8 +63,11 @@ QUICK = {
     Cell(Process.DECODE_FRONT, Moment.AFTER_FIRST_TOKEN, Fault.CUT),
     Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
 }
-# Likewise with `--queue-policy slo`, which takes another fleet.
-QUICK_BY_SLACK = {Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL)}
+# Likewise with `--queue-policy slo` and roles that move, which takes another fleet: whoever is killed is in mid-shift.
+QUICK_IN_MID_SHIFT = {
+    Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
+    Cell(Process.DECODE_FRONT, Moment.MID_DECODE, Fault.SIGKILL),
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,6 +77,7 @@ class Case:
     interface: str = "grpc"
     cut: Cut = Cut.BOTH
     queue_policy: str = QUEUE_POLICY
+    role_shifts: bool = ROLE_SHIFTS
 
     def title(self) -> str:
         """The row of the matrix, and what is special."""
@@ -86,6 +91,7 @@ class Case:
         more = [self.interface] if self.interface != "grpc" else []
         more += [self.cut.name.lower()] if self.cut is not Cut.BOTH else []
         more += [self.queue_policy] if self.queue_policy != QUEUE_POLICY else []
+        more += ["shifts"] if self.role_shifts != ROLE_SHIFTS else []
         return more
 
 
@@ -105,8 +111,9 @@ def cases() -> list[Case]:
                 found.append(Case(cell, connector, interface="rest"))
             if cell.fault is Fault.CUT and cell.moment in (Moment.MID_TRANSFER, Moment.MID_DECODE):
                 found += [Case(cell, connector, cut=cut) for cut in (Cut.OUTGOING, Cut.INCOMING)]
-    if not QUEUE_POLICY:
-        found += [Case(cell, "shared_storage", queue_policy="slo") for cell in CELLS if cell in QUICK_BY_SLACK]
+    if not QUEUE_POLICY and not ROLE_SHIFTS:
+        in_mid_shift = partial(Case, connector="shared_storage", queue_policy="slo", role_shifts=True)
+        found += [in_mid_shift(cell) for cell in CELLS if cell in QUICK_IN_MID_SHIFT]
     return found
 
 
@@ -122,13 +129,13 @@ def _matters_to_server(cell: Cell) -> bool:
 
 def _param(case: Case) -> object:
     is_usual = case == Case(case.cell, "shared_storage")
-    is_quick = (is_usual and case.cell in QUICK) or case.queue_policy != QUEUE_POLICY
+    is_quick = (is_usual and case.cell in QUICK) or case.role_shifts != ROLE_SHIFTS
     return pytest.param(case, id=f"{case.connector}-{case}", marks=() if is_quick else pytest.mark.faults)
 
 
 @pytest.mark.parametrize("case", [_param(case) for case in cases()])
 def test_cell(stages: Stages, case: Case) -> None:
-    cell, stage = case.cell, stages.get(case.connector, case.queue_policy)
+    cell, stage = case.cell, stages.get(case.connector, case.queue_policy, role_shifts=case.role_shifts)
     if cell.fault is Fault.CUT and stage.network is None:
         pytest.skip(stage.why_no_network)
     if cell.fault is Fault.FULL_DISK and stage.setting.disk.why_not:
@@ -320,6 +327,8 @@ class Trial:
         """An earlier request's files go bad. They are read while a later one waits, on the decode worker that does not
         have their blocks in its own memory."""
         stage, client = self._stage, self._stage.client()
+        if stage.setting.shifts is not None:
+            stage.setting.shifts.rearrange()
         first = stage.ask("stored-prefix")
         client.ask(first)
         told = client.outcome()

@@ -251,7 +251,7 @@ class Fleet(Service):
         self.members = [self._start(name, ports.pop(), ports.pop()) for name in names]
         self.routers = [self._new_router(name, ports.pop(), ports.pop()) for name in router_names(routers)]
         self.asked = self.routers[0]
-        self._more_routers: list[Process] = []
+        self._more_routers: list[RouterMember] = []
         try:
             for router in self.routers:
                 ready_fields(router.process)
@@ -315,10 +315,16 @@ class Fleet(Service):
     def another_router(self, name: str, *flags: str) -> str:
         """Starts one more router, where the first one is; its URL."""
         http, grpc = free_ports(2)
-        process = self._start_router(name, http, grpc, *flags, host="router")
-        self._more_routers.append(process)
+        process, host = self._start_router(name, http, grpc, *flags, host="router"), self._hosts.admin_host("router")
+        router = RouterMember(name, http, grpc, f"http://{host}:{http}", f"{host}:{grpc}", process)
+        self._more_routers.append(router)
         ready_fields(process)
-        return f"http://{self._hosts.admin_host('router')}:{http}"
+        return router.http
+
+    @property
+    def every_router(self) -> list[RouterMember]:
+        """Those that a test may ask, and those of `another_router`."""
+        return [*self.routers, *self._more_routers]
 
     def flags_of(self, address: str) -> Sequence[str]:
         """Further flags of one worker."""
@@ -364,7 +370,8 @@ class Fleet(Service):
         return [router.process for router in self.routers]
 
     def stop(self) -> None:
-        processes = [*self._more_routers, *self._router_processes(), *(member.process for member in self.members)]
+        routers = (router.process for router in self.every_router)
+        processes = [*routers, *(member.process for member in self.members)]
         for process in processes:
             process.popen.send_signal(signal.SIGTERM)
         for process in processes:
