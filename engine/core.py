@@ -469,9 +469,10 @@ class EngineCore:
 
     def _schedule(self, now: float) -> SchedulerOutput:
         """Decides the batch, and begins all that its forward pass needs or that others wait for."""
-        drafts = (
-            self._speculation.drafts(self.scheduler.decodes, self.scheduler.decode_shape) if self._speculation else {}
-        )
+        drafts: dict[Request, list[int]] = {}
+        if self._speculation is not None:
+            self._speculation.follow(self.scheduler.running)
+            drafts = self._speculation.drafts(self.scheduler.decodes, self.scheduler.decode_shape)
         output = self.scheduler.schedule(now, drafts)
         self._report_order()
         self._has_newcomers = False

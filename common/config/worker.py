@@ -93,7 +93,7 @@ class EngineSettings(ModelSettings):
         "none",
         description="guess tokens of answers, several of which one step checks; no answer changes: none, "
         "ngram (as the text went on where its last tokens stood before), a smaller model, as --model names one, or a "
-        "directory with Medusa heads of the model",
+        "directory with Medusa or EAGLE heads of the model",
     )
     speculation_tokens: Positive = Field(8, description="most tokens of one guess")
     queue_policy: Literal["auto", "fcfs", "priority", "slo"] = Field(

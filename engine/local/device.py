@@ -26,6 +26,7 @@ from engine.blocks.host_tier import BlockCopy
 from engine.context_length import fit_context
 from engine.device import Device, DeviceInfo, KVPlane, StepGivenUp, Ticket, do_nothing
 from engine.device_copies import as_current, read, to_device, wait_for
+from engine.kernels.library import Kernels
 from engine.layers import Linear
 from engine.local.graphs import DecodeGraphs, graph_sizes
 from engine.local.host_cache import allocate_host_cache, copy_blocks
@@ -152,6 +153,11 @@ class LocalDevice(Device):
         )
 
     @property
+    def kernels(self) -> Kernels | None:
+        """This machine's; None if torch computes everything."""
+        return self._kernels
+
+    @property
     def kernels_name(self) -> str:
         """The instruction set of the kernels that compute, or torch."""
         return "torch" if self._kernels is None else self._kernels.choice.instruction_set
@@ -163,13 +169,35 @@ class LocalDevice(Device):
     def row_of_state(self, block_ids: Sequence[int], position: int) -> int | None:
         """Where the state of a token is that was the last one of a row of the last step; its KV lies at `position` of
         these blocks. None if that step had no such row."""
-        return None if self._states is None else self._states.rows.get(self._slot(block_ids, position))
+        rows = None if self._states is None else self._states.rows.get(self._slot(block_ids, position))
+        return None if rows is None else rows[-1]
+
+    def rows_of_states(self, block_ids: Sequence[int], stop: int) -> list[int]:
+        """Where the states of the tokens before position `stop` of these blocks are, in their order: as many as the
+        last step computed without a gap. The last of them was the last one of a row of that step, or there are none."""
+        found: list[range] = []
+        while self._states is not None and stop > 0:
+            rows = self._states.rows.get(self._slot(block_ids, stop - 1))
+            if rows is None or len(rows) > stop:
+                break
+            found.append(rows)
+            stop -= len(rows)
+        return [row for rows in reversed(found) for row in rows]
 
     def states(self, rows: Sequence[int]) -> torch.Tensor:
         """The last hidden states of these rows, as the model's head gets them, `[len(rows), hidden_size]`."""
         if self._states is None:
             raise RuntimeError("no states are kept")
         return self._model.last_states(self._states.hidden[to_device(rows, self.device)])
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What the model's embedding has for `[num_tokens]` tokens, not scaled: `[num_tokens, hidden_size]`."""
+        return self._model.embed(token_ids)
+
+    def best_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """What the model's head finds likeliest after each of `states` `[num_rows, hidden_size]`, as its norm gives
+        them: `[num_rows]` int64."""
+        return self._model.best_after_norm(states)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
         """A product on this device, in its dtype, computed as the model's are. `is_head`: it decides between tokens."""
@@ -180,10 +208,12 @@ class LocalDevice(Device):
 
     def _keep(self, states: _States, hidden: torch.Tensor, rows: Iterable[StepRow]) -> None:
         states.hidden, states.rows = hidden, {}
-        end = 0
+        start = 0
         for row in rows:
-            end += len(row.token_ids)
-            states.rows[self._slot(row.block_ids, row.num_computed_tokens + len(row.token_ids) - 1)] = end - 1
+            end = start + len(row.token_ids)
+            last = row.num_computed_tokens + len(row.token_ids) - 1
+            states.rows[self._slot(row.block_ids, last)] = range(start, end)
+            start = end
 
     def _slot(self, block_ids: Sequence[int], position: int) -> tuple[int, int]:
         number, offset = divmod(position, self.info.spec.block_size)
@@ -374,7 +404,8 @@ class _States:
 
     def __init__(self) -> None:
         self.hidden = torch.empty(0)  # [num_tokens, hidden_size]
-        self.rows: dict[tuple[int, int], int] = {}  # of it, by (block, offset) of that token's KV
+        # Of it, for each row of the step, by (block, offset) of its last token's KV.
+        self.rows: dict[tuple[int, int], range] = {}
 
 
 class _Timed:

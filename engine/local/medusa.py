@@ -13,7 +13,6 @@ Only each head's likeliest token is guessed, one after the other: a chain, no tr
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -21,13 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from common.errors import StartupError
 from common.model_files import open_model
 from engine.layers import Linear
 from engine.local.device import LocalDevice
+from engine.local.head_files import read_config, read_tensors
 from engine.local.memory import weight_bytes
 from engine.request import Request
 
@@ -85,11 +83,8 @@ class MedusaDrafter:
 
 def is_medusa(path: Path) -> bool:
     """Whether a directory has heads rather than a model."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and ("medusa_num_heads" in config or config.get("model_type") == "medusa")
+    config = read_config(path)
+    return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
 def load_medusa(path: Path, device: LocalDevice, model_dir: Path) -> MedusaDrafter:
@@ -98,23 +93,11 @@ def load_medusa(path: Path, device: LocalDevice, model_dir: Path) -> MedusaDraft
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise StartupError(f"--speculation {path}: Medusa heads are in none of {', '.join(_FILES)}")
-    heads = heads_of(_read(file), device, f"--speculation {file}")
+    heads = heads_of(read_tensors(file), device, f"--speculation {file}")
     num_weights = sum(of_head for _, of_head in heads)
     cost = num_weights / len(heads) / weight_bytes(open_model(model_dir), 1)
     log.info("Medusa heads ready", extra={"file": str(file), "num_heads": len(heads), "cost": round(cost, 3)})
     return MedusaDrafter(device, [head for head, _ in heads], cost)
-
-
-def _read(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
-        raise StartupError(f"--speculation {file} cannot be read: {' '.join(str(error).split())[:200]}") from error
-    except Exception as error:  # what unpickling raises, of many classes
-        raise StartupError(f"--speculation {file} is no file of tensors: {type(error).__name__}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
-        raise StartupError(f"--speculation {file} is no file of tensors by their names")
-    return tensors
 
 
 def heads_of(tensors: Mapping[str, torch.Tensor], device: LocalDevice, source: str) -> list[tuple[MedusaHead, int]]:

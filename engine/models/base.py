@@ -82,6 +82,14 @@ class CausalLM(ABC):
         """The likeliest token of each row `[num_tokens]` int64, the first of equal ones: for greedy sampling."""
         return self.logits(hidden).argmax(dim=-1)
 
+    @abstractmethod
+    def best_after_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """The same from what `last_states` gives. Of a model that no ranks share."""
+
+    @abstractmethod
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, not scaled, `[num_tokens, hidden_size]`. Of a model that no ranks share."""
+
 
 class ConfigReader:
     """Typed access to config.json; a value that is missing or of the wrong type is a `StartupError` naming its key."""

@@ -213,6 +213,13 @@ class Decoder(CausalLM):
             raise RuntimeError("the last stage has norm and head")
         return self.norm, self.head
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows, scale = self.embedding(token_ids), self.config.embedding_scale
+        return rows if scale == 1.0 else rows.div_(scale)
+
+    def best_after_norm(self, states: torch.Tensor) -> torch.Tensor:
+        return self.head(states).argmax(dim=-1)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._own_logits(hidden)
         if self._group.size == 1:

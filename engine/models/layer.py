@@ -82,7 +82,20 @@ class DecoderLayer:
         attention: StepAttention,
     ) -> torch.Tensor:
         """Returns the new hidden states, the same on all ranks; overwrites `hidden` on the way."""
-        qkv = self.qkv(self.input_norm(hidden)).view(hidden.shape[0], -1, self.head_dim)
+        return self.add_to(hidden, self.input_norm(hidden), rope, cos, sin, attention)
+
+    def add_to(
+        self,
+        hidden: torch.Tensor,
+        given: torch.Tensor,
+        rope: RotaryEmbedding,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        """The same if `given`, as wide as `qkv` takes it, is what attention computes with in place of the normed
+        `hidden`."""
+        qkv = self.qkv(given).view(hidden.shape[0], -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qkv[:, : self.num_q], qkv[:, self.num_q : self.num_qk]
             q.copy_(self.q_norm(q))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -332,6 +333,13 @@ class TransformersModel(CausalLM):
 
     def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedding = self._base.get_input_embeddings()  # type: ignore[operator]
+        return F.embedding(token_ids, embedding.weight)
+
+    def best_after_norm(self, states: torch.Tensor) -> torch.Tensor:
+        return self.best_tokens(states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._given.hidden = hidden[None]

@@ -187,6 +187,11 @@ class Scheduler:
         return self._room.after((*self._running, *self._waiting_room), self._waiting.num_before_newcomer)
 
     @property
+    def running(self) -> Sequence[Request]:
+        """Those that steps compute. Valid until the next call of anything here."""
+        return self._running
+
+    @property
     def decodes(self) -> list[Request]:
         """Requests that lack no more KV than that of their last token."""
         return [one for one in self._running if one.num_missing_tokens == 1 and one.num_output_tokens]

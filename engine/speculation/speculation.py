@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from common.batch_time import BatchTime, StepShape
 from engine.request import Request
@@ -20,6 +20,14 @@ class Drafter(Protocol):
         """Guesses at most so many tokens for each request, which may follow its tokens."""
 
 
+@runtime_checkable
+class Follower(Protocol):
+    """A drafter that wants to see every step's requests, also those that get no draft."""
+
+    def follow(self, requests: Iterable[Request]) -> None:
+        """`requests` are all that steps compute. Called when a step has ended, before the next one is decided."""
+
+
 class Speculation:
     def __init__(
         self,
@@ -32,11 +40,17 @@ class Speculation:
         """`max_tokens` of one draft. `batch_time`: how long a step takes, if the engine is sure of it; until then costs
         are estimated by `free_rows` of the model (`step_cost`)."""
         self._drafter = drafter
+        self._follower = drafter if isinstance(drafter, Follower) else None
         self._max_tokens = max_tokens
         self._eos_token_ids = config.eos_token_ids
         self._max_model_len = config.max_model_len
         self._estimated = cost_by_rows(free_rows)
         self._batch_time = batch_time
+
+    def follow(self, requests: Iterable[Request]) -> None:
+        """As `Follower.follow`."""
+        if self._follower is not None:
+            self._follower.follow(requests)
 
     def drafts(self, decodes: Sequence[Request], shape: StepShape | None = None) -> dict[Request, list[int]]:
         """The drafts for requests that lack no more than the KV of their last token. `shape`: of a step of them."""

@@ -17,6 +17,7 @@ from engine import messages as m
 from engine.local.device import LocalDevice
 from engine.local.drafter import load_drafter
 from engine.local.medusa import MedusaDrafter, heads_of
+from engine.speculation.speculation import Drafter
 from engine.step import StepRow
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.medusa_heads import random_heads, random_weights, right_weights
@@ -43,10 +44,15 @@ def prompts() -> list[list[int]]:
 
 
 def answers(
-    path: Path, device: LocalDevice, drafter: MedusaDrafter | None, params: SamplingParams, num_blocks: int = 32
+    path: Path,
+    device: LocalDevice,
+    drafter: Drafter | None,
+    params: SamplingParams,
+    num_blocks: int = 32,
+    **settings: object,
 ) -> tuple[dict[str, list[int]], int, int]:
     """Tokens of the prompts together, then again from the prefix cache; how many were guessed, and rightly."""
-    core = engine(path, num_blocks, device=device, drafter=drafter, max_model_len=128, chunk_size=24)
+    core = engine(path, num_blocks, device=device, drafter=drafter, max_model_len=128, chunk_size=24, **settings)
     events: list[m.Event] = []
     for turn in range(2):
         for number, prompt in enumerate(prompts()):
