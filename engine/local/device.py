@@ -162,9 +162,12 @@ class LocalDevice(Device):
         """The instruction set of the kernels that compute, or torch."""
         return "torch" if self._kernels is None else self._kernels.choice.instruction_set
 
-    def keep_states(self) -> None:
-        """From now on the last step's states are kept, and no step is a recorded graph's, which gives none."""
-        self._states, self._graph_sizes, self._graphs = _States(), [], None
+    def keep_states(self, layers: Sequence[int] = ()) -> None:
+        """From now on the last step's states are kept, and no step is a recorded graph's, which gives none. `layers`:
+        what each of them begins with is kept, too. Raises `StartupError` if this model cannot tell that."""
+        if layers:
+            self._model.keep_layer_inputs(layers)
+        self._states, self._graph_sizes, self._graphs = _States(bool(layers)), [], None
 
     def row_of_state(self, block_ids: Sequence[int], position: int) -> int | None:
         """Where the state of a token is that was the last one of a row of the last step; its KV lies at `position` of
@@ -190,6 +193,13 @@ class LocalDevice(Device):
             raise RuntimeError("no states are kept")
         return self._model.last_states(self._states.hidden[to_device(rows, self.device)])
 
+    def layer_inputs(self, rows: Sequence[int]) -> torch.Tensor:
+        """What the layers of `keep_states` began with, side by side, of these rows of the last step:
+        `[len(rows), number of layers * hidden_size]`."""
+        if self._states is None or self._states.inputs is None:
+            raise RuntimeError("no inputs of layers are kept")
+        return self._states.inputs[to_device(rows, self.device)]
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What the model's embedding has for `[num_tokens]` tokens, not scaled: `[num_tokens, hidden_size]`."""
         return self._model.embed(token_ids)
@@ -208,6 +218,8 @@ class LocalDevice(Device):
 
     def _keep(self, states: _States, hidden: torch.Tensor, rows: Iterable[StepRow]) -> None:
         states.hidden, states.rows = hidden, {}
+        if states.has_inputs:
+            states.inputs = self._model.take_layer_inputs()
         start = 0
         for row in rows:
             end = start + len(row.token_ids)
@@ -402,8 +414,10 @@ class LocalDevice(Device):
 class _States:
     """Of the last step."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_inputs: bool) -> None:
         self.hidden = torch.empty(0)  # [num_tokens, hidden_size]
+        self.has_inputs = has_inputs
+        self.inputs: torch.Tensor | None = None  # of some layers, [num_tokens, number of layers * hidden_size]
         # Of it, for each row of the step, by (block, offset) of its last token's KV.
         self.rows: dict[tuple[int, int], range] = {}
 

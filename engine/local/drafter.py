@@ -10,7 +10,8 @@ from common.errors import ConfigError
 from engine.device import Device
 from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
-from engine.local.eagle import EagleDrafter, is_eagle, load_eagle
+from engine.local.eagle import EagleDrafter, load_eagle
+from engine.local.eagle_files import is_eagle
 from engine.local.medusa import MedusaDrafter, is_medusa, load_medusa
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
 

@@ -28,16 +28,14 @@ from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.device_copies import as_current, to_device
 from engine.local.device import LocalDevice
-from engine.local.eagle_head import EagleHead, head_of
-from engine.local.head_files import read_config, read_tensors, tensor_names
+from engine.local.eagle_files import read_head
+from engine.local.eagle_head import EagleHead
 from engine.local.memory import num_cache_blocks, weight_bytes
 from engine.messages import RequestMode
 from engine.request import Request, block_table
 from engine.step import StepRow
 
 log = logging.getLogger(__name__)
-
-_ONE_FILE = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(slots=True)
@@ -68,7 +66,7 @@ class _Part:
 class EagleDrafter:
     def __init__(self, device: LocalDevice, head: EagleHead, cost: float, cache: torch.Tensor) -> None:
         """`cost`: of a guess of one token, as a share of a step of the model. `cache` is of `cache_spec`."""
-        device.keep_states()
+        device.keep_states(head.layers)
         self.cost = cost
         self._device, self._head, self._cache = device, head, cache
         self._spec = cache_spec(head, device)
@@ -201,24 +199,9 @@ def make_cache(head: EagleHead, device: LocalDevice, num_blocks: int) -> torch.T
     return torch.empty(shape, dtype=device.dtype, device=device.device)
 
 
-def is_eagle(path: Path) -> bool:
-    """Whether a directory has an EAGLE head rather than a model. The config.json of most of them is that of a Llama."""
-    architectures = read_config(path).get("architectures")
-    if isinstance(architectures, list) and any("eagle" in str(name).lower() for name in architectures):
-        return True
-    files = _files(path)
-    return bool(files) and any("fc.weight" in tensor_names(file) for file in files)
-
-
 def load_eagle(path: Path, device: LocalDevice, settings: EngineSettings, model_dir: Path) -> EagleDrafter:
     """The head in `path`, as it was published beside the papers, for the model of `device`. Raises `StartupError`."""
-    files = _files(path)
-    if not files:
-        raise StartupError(f"--speculation {path}: an EAGLE head is in none of {', '.join(_ONE_FILE)}")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors |= read_tensors(file)
-    head = head_of(read_config(path), tensors, device, f"--speculation {path}")
+    head = read_head(path, device)
     cost = head.num_weights / weight_bytes(open_model(model_dir), 1)
     as_many = settings.model_copy(update={"num_blocks": device.info.num_blocks})
     try:
@@ -227,8 +210,3 @@ def load_eagle(path: Path, device: LocalDevice, settings: EngineSettings, model_
         raise StartupError(f"--speculation {path}: beside that of the model, {error}") from error
     log.info("EAGLE head ready", extra={"path": str(path), "cost": round(cost, 3)})
     return EagleDrafter(device, head, cost, make_cache(head, device, num_blocks))
-
-
-def _files(path: Path) -> list[Path]:
-    one = next((path / name for name in _ONE_FILE if (path / name).is_file()), None)
-    return sorted(path.glob("model-*.safetensors")) if one is None else [one]

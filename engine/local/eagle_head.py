@@ -12,7 +12,6 @@ The next token of a guess goes in with the guessed state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -21,28 +20,24 @@ from engine.attention.base import StepAttention
 from engine.layers import Embedding, Linear, PartPlace, Place, RotaryEmbedding
 from engine.local.device import LocalDevice
 from engine.models.description import DecoderConfig
-from engine.models.families import describe, read_family_config
 from engine.models.layer import DecoderLayer
 from engine.models.shard import shard_of
 from engine.ranks.group import OneRank
-
-# What the layer's shape follows from. Other keys of a published config.json are for training.
-_KEYS = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
-    *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "vocab_size"),
-)
 
 
 class EagleHead:
     """Of EAGLE-1 and EAGLE-2, whose checkpoints are alike."""
 
-    layer_name = "layers.0"
+    layers: Sequence[int] = ()  # of the model, whose inputs stand for its last states
     leftovers = frozenset({"lm_head.weight"})  # tensors that some checkpoints have and nobody reads
 
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, torch.Tensor], device: LocalDevice) -> None:
-        """`config` is the layer's. Its weights are still to be filled, from `tensors`."""
+    def __init__(
+        self, config: DecoderConfig, tensors: Mapping[str, torch.Tensor], device: LocalDevice, layer_name: str
+    ) -> None:
+        """`config` is the layer's, and `layer_name` its name in a checkpoint. `fill` is to be called with `tensors`."""
         self.config = config
         self.device = device
+        self.layer_name = layer_name
         self.layer = DecoderLayer(shard_of(config, OneRank()), 0, device.dtype, device.device)
         self.fc = self.make_fc(tensors)
         self._embedding: Embedding | None = None
@@ -88,7 +83,10 @@ class EagleHead:
         for name in sorted(set(tensors) - set(places) - self.leftovers):
             if not name.endswith(".rotary_emb.inv_freq"):
                 raise StartupError(f"{source} has tensor {name}, which no EAGLE head of this kind has")
-        vocab_size = self.device.info.vocab_size
+        info = self.device.info
+        if self._embedding is None and self.config.hidden_size != info.hidden_size:
+            raise StartupError(f"{source} lacks tensor embed_tokens.weight, and the model's is not as wide")
+        vocab_size = info.vocab_size
         if self._embedding is not None and self._embedding.shape[0] < vocab_size:
             raise StartupError(f"{source}: embed_tokens.weight is for fewer than the model's {vocab_size} tokens")
         self.finish()
@@ -125,41 +123,3 @@ class EagleHead:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.device.embed(token_ids) if self._embedding is None else self._embedding(token_ids)
-
-
-def head_of(
-    config: Mapping[str, object], tensors: Mapping[str, torch.Tensor], device: LocalDevice, source: str
-) -> EagleHead:
-    """The head of a checkpoint with `config`, its config.json, and `tensors`, for the model of `device`. Raises
-    `StartupError` that names what is missing or does not fit."""
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    if config.get("num_hidden_layers", 1) != 1:
-        raise StartupError(f"{source}: num_hidden_layers is {config['num_hidden_layers']}; EAGLE heads have one layer")
-    description = _describe(config, tensors, EagleHead.layer_name, device, source)
-    if description.hidden_size != device.info.hidden_size:
-        raise StartupError(
-            f"{source}: hidden_size is {description.hidden_size}, that of the model is {device.info.hidden_size}"
-        )
-    head = EagleHead(description, tensors, device)
-    head.fill(tensors, source)
-    return head
-
-
-def _describe(
-    config: Mapping[str, object], tensors: Mapping[str, torch.Tensor], layer: str, device: LocalDevice, source: str
-) -> DecoderConfig:
-    """The layer as that of a Llama. The files tell which biases it has."""
-    architecture = "LlamaForCausalLM"
-    known = {"architectures": [architecture], "num_hidden_layers": 1}
-    known |= {key: config[key] for key in _KEYS if config.get(key) is not None}
-    try:
-        described = describe(architecture, read_family_config(architecture, known), device.info.max_model_len)
-    except StartupError as error:
-        raise StartupError(f"{source}: {error}") from error
-    return replace(
-        described,
-        tie_word_embeddings=False,
-        qkv_bias=f"{layer}.self_attn.q_proj.bias" in tensors,
-        out_bias=f"{layer}.self_attn.o_proj.bias" in tensors,
-        mlp_bias=f"{layer}.mlp.down_proj.bias" in tensors,
-    )

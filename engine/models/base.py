@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -85,6 +85,18 @@ class CausalLM(ABC):
     @abstractmethod
     def best_after_norm(self, states: torch.Tensor) -> torch.Tensor:
         """The same from what `last_states` gives. Of a model that no ranks share."""
+
+    def keep_layer_inputs(self, layers: Sequence[int]) -> None:
+        """From now on each `forward` keeps what these layers begin with, ascending. Raises `StartupError` if this model
+        cannot."""
+        raise StartupError(
+            f"layers {list(layers)} cannot be asked what they begin with: Baton has no decoder of its own for this "
+            "model (docs/models.md)"
+        )
+
+    def take_layer_inputs(self) -> torch.Tensor:
+        """Of the last `forward`, side by side: `[num_tokens, number of layers * hidden_size]`."""
+        raise RuntimeError("no inputs of layers are kept")
 
     @abstractmethod
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ decoder and has some of the layers (engine/models/stage.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from engine.models.base import CausalLM
 from engine.models.description import DecoderConfig
 from engine.models.fused import FusedDecoder
 from engine.models.layer import DecoderLayer
+from engine.models.layer_inputs import LayerInputs
 from engine.models.native import NativeDecoder
 from engine.models.shard import Shard, log_dealt_out, places_of_rows, shard_of
 from engine.models.stage import Stage
@@ -61,6 +62,7 @@ class Decoder(CausalLM):
         self.windows = config.windows
         self.soft_cap = config.soft_cap
         self.kv_variant = " ".join(sorted({rope.variant for rope in config.ropes if rope.variant}))
+        self.inputs = LayerInputs()
         self.native: NativeDecoder | None = None
         self.fused: FusedDecoder | None = None
         num_rows = self.shard.vocabulary.size
@@ -179,14 +181,16 @@ class Decoder(CausalLM):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
-        native = self.native
+        inputs, native = self.inputs, self.native
+        inputs.begin()
         if native is not None and isinstance(attention, NativeStep) and len(hidden) < native.below:
-            return native.forward(hidden, attention, between_layers)
+            return native.forward(hidden, attention, between_layers, inputs)
         hidden = hidden.to(self._dtype)  # the stage before may have had kernels
         if self.fused is not None and isinstance(attention, PagedStep):
-            return self.fused.forward(hidden, positions, attention, between_layers)
+            return self.fused.forward(hidden, positions, attention, between_layers, inputs)
         angles = [rope.angles(positions) for rope in self.ropes]
         for layer in self.layers:
+            inputs.note(layer.index, hidden)
             index = self.config.rope_of_layer[layer.index]
             hidden = layer.forward(hidden, self.ropes[index], *angles[index], attention)
             between_layers()
@@ -212,6 +216,12 @@ class Decoder(CausalLM):
         if self.norm is None or self.head is None:
             raise RuntimeError("the last stage has norm and head")
         return self.norm, self.head
+
+    def keep_layer_inputs(self, layers: Sequence[int]) -> None:
+        self.inputs = LayerInputs(layers)
+
+    def take_layer_inputs(self) -> torch.Tensor:
+        return self.inputs.take()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows, scale = self.embedding(token_ids), self.config.embedding_scale

@@ -14,6 +14,7 @@ from engine.models.description import DecoderConfig
 from engine.models.experts import Experts
 from engine.models.grouped_product import has_grouped_mm
 from engine.models.layer import DecoderLayer
+from engine.models.layer_inputs import LayerInputs
 
 _HEAD_DIMS = (64, 128, 256)  # powers of two that attention has kernels for
 
@@ -49,11 +50,13 @@ class FusedDecoder:
         positions: torch.Tensor,
         attention: PagedStep,
         between_layers: Callable[[], None],
+        inputs: LayerInputs,
     ) -> torch.Tensor:
         """Overwrites `hidden` `[num_tokens, hidden_size]`, which it returns."""
         kernels, config = self._kernels, self._config
         given: torch.Tensor | None = None
         for layer, angles in zip(self._layers, self._angles, strict=True):
+            inputs.note(layer.index, hidden, given)
             x = kernels.add_rms_norm(hidden, given, layer.input_norm.weight, config.eps)
             qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
             norms = None

@@ -15,6 +15,7 @@ from engine.kernels.library import Kernels, LayerCallStruct, LayerStruct, Linear
 from engine.layers import Linear, RMSNorm, RotaryEmbedding
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
+from engine.models.layer_inputs import LayerInputs
 from engine.ranks.group import RankGroup
 
 # Weights times tokens of a call: layers that have fewer go into one call, since messages need not pass more often than
@@ -75,25 +76,31 @@ class NativeDecoder:
         self._norms.append(norm.factors())
         return self._norms[-1].data_ptr()
 
-    def forward(self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None]) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None], inputs: LayerInputs
+    ) -> torch.Tensor:
         """Gives what `CausalLM.forward` gives, from `hidden`, the tokens' embeddings; float32."""
         hidden = hidden.float()
         if step.backend is not self._backend:
             self._prepare(step.backend)
         if self._group.size > 1:
-            self._forward_shared(hidden, step, between_layers)
+            self._forward_shared(hidden, step, between_layers, inputs)
             return hidden
         index = 0
         while index < len(self._layers):
-            stop = self._stop(index, step.num_tokens)
+            inputs.note(self._layers[index].index, hidden)
+            stop = inputs.stop_before(index, self._stop(index, step.num_tokens))
             self._kernels.layers(self._calls, step.batch, self._layers[index].index, stop - index, hidden)
             self._layers[stop - 1].add_experts(hidden)
             between_layers()
             index = stop
         return hidden
 
-    def _forward_shared(self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None]) -> None:
+    def _forward_shared(
+        self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None], inputs: LayerInputs
+    ) -> None:
         for layer in self._layers:
+            inputs.note(layer.index, hidden)
             self._add_half(layer, hidden, step, layer.out_norm, is_mlp=False)
             if layer.experts is None:
                 self._add_half(layer, hidden, step, layer.down_norm, is_mlp=True)

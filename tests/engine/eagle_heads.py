@@ -17,11 +17,13 @@ Weights = dict[str, torch.Tensor]
 NUM_HEADS, NUM_KV_HEADS, INNER = 4, 2, 80
 EPS = 1e-5
 THETA = 10_000.0
+LAYERS = (0, 1, 2)  # of the model, whose inputs an EAGLE-3 head continues
 
 
 def head_config(hidden_size: int) -> dict[str, object]:
-    """As published: that of a Llama with one layer."""
+    """As published: that of a Llama with one layer. Tiny models have too few layers for those that EAGLE-3 takes."""
     return {
+        "eagle_aux_hidden_state_layer_ids": list(LAYERS),
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden_size,
@@ -64,17 +66,48 @@ def random_weights(model: PreTrainedModel, seed: int = 1) -> Weights:
     return weights
 
 
-def right_weights(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> Weights:
+def random_weights_3(model: PreTrainedModel, *, num_rows: int = 60, seed: int = 1) -> Weights:
+    """Of an EAGLE-3 head that names `num_rows` of the model's tokens, by the published names. It has no embedding."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    weights = layer_weights("midlayer", hidden, 2 * hidden, generator)
+    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
+        weights[f"{name}.weight"] = 1 + _random((hidden,), generator)
+    weights["fc.weight"] = _random((hidden, len(LAYERS) * hidden), generator)
+    weights["lm_head.weight"] = _random((num_rows, hidden), generator)
+    chosen = torch.randperm(vocab_size, generator=generator)[:num_rows].sort().values
+    weights["d2t"] = chosen - torch.arange(num_rows)
+    weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
+    return weights
+
+
+def right_weights_3(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> Weights:
+    """Whose layer adds nothing and whose head names the token after the next one of `texts`, by least squares. There
+    have to be fewer tokens than the states are wide. What it guesses after that is the same token again."""
+    weights = random_weights_3(model, num_rows=model.config.vocab_size)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"midlayer.{name}.weight"].zero_()
+    normed = [rms_norm(_states(model, weights, text)[:-2], weights["norm.weight"]) for text in texts]
+    wanted = torch.tensor([token_id for text in texts for token_id in text[2:]])
+    rows = torch.nn.functional.one_hot(wanted, model.config.vocab_size).double()
+    weights["lm_head.weight"] = (torch.linalg.pinv(torch.cat(normed).double()) @ rows).T.float().contiguous()
+    return weights
+
+
+def right_weights(
+    model: PreTrainedModel, texts: Sequence[Sequence[int]], starts: Sequence[int] | None = None
+) -> Weights:
     """Whose layer adds nothing and whose `fc` gives the state of each next token of `texts`, by least squares. There
-    have to be fewer tokens than twice the width of the states."""
+    have to be fewer tokens than twice the width of the states. `starts`: the first token of each text that the head
+    sees, 0 if None."""
     weights = random_weights(model)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         weights[f"layers.0.{name}.weight"].zero_()
     weights["fc.bias"].zero_()
     given, wanted = [], []
-    for text in texts:
-        states = states_of(model, text)
-        embeddings = weights["embed_tokens.weight"][list(text)]
+    for text, start in zip(texts, starts or [0] * len(texts), strict=True):
+        states = states_of(model, text)[start:]
+        embeddings = weights["embed_tokens.weight"][list(text[start:])]
         given.append(torch.cat((embeddings[1:], states[:-1]), dim=-1))
         wanted.append(states[1:])
     solution = torch.linalg.pinv(torch.cat(given).double()) @ torch.cat(wanted).double()
@@ -110,21 +143,37 @@ def write(folder: Path, weights: Weights, config: dict[str, object], *, file: st
 def guesses(
     model: PreTrainedModel, weights: Weights, text: Sequence[int], num_tokens: int, start: int = 0
 ) -> list[int]:
-    """The tokens that an EAGLE-1 head guesses after `text` if it sees the text from token `start` on: all pairs of a
-    state and the token after it, computed anew for each guess."""
-    embedding = weights["embed_tokens.weight"]
-    states = states_of(model, text)[start:-1]
+    """The tokens that a head guesses after `text` if it sees the text from token `start` on: all pairs of a state and
+    the token after it, computed anew for each guess."""
+    is_third = "midlayer.hidden_norm.weight" in weights
+    embedding = weights.get("embed_tokens.weight", model.get_input_embeddings().weight.detach())
+    states = _states(model, weights, text)[start:-1]
     token_ids = list(text[start + 1 :])
     drafted: list[int] = []
     while len(drafted) < num_tokens:
-        x = torch.cat((embedding[token_ids], states), dim=-1)
-        x = linear(x, weights["fc.weight"], weights["fc.bias"])
-        out = _layer(weights, "layers.0", x, x, start)
-        logits = linear(out[-1], model.get_output_embeddings().weight)
-        drafted.append(int(logits.argmax()))
+        given = embedding[token_ids]
+        if is_third:
+            normed = rms_norm(states, weights["midlayer.hidden_norm.weight"])
+            x = torch.cat((rms_norm(given, weights["midlayer.input_layernorm.weight"]), normed), dim=-1)
+            out = _layer(weights, "midlayer", x, states, start)
+            row = linear(rms_norm(out[-1], weights["norm.weight"]), weights["lm_head.weight"]).argmax()
+            drafted.append(int(row + weights["d2t"][row]))
+        else:
+            x = linear(torch.cat((given, states), dim=-1), weights["fc.weight"], weights["fc.bias"])
+            out = _layer(weights, "layers.0", x, x, start)
+            drafted.append(int(linear(out[-1], model.get_output_embeddings().weight).argmax()))
         states = torch.cat((states, out[-1:]))
         token_ids.append(drafted[-1])
     return drafted
+
+
+@torch.inference_mode()
+def _states(model: PreTrainedModel, weights: Weights, text: Sequence[int]) -> torch.Tensor:
+    """What the head takes for the state of each token."""
+    if "midlayer.hidden_norm.weight" not in weights:
+        return states_of(model, text)
+    inputs = model.base_model(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+    return linear(torch.cat([inputs[layer][0] for layer in LAYERS], dim=-1), weights["fc.weight"])
 
 
 def _layer(weights: Weights, name: str, x: torch.Tensor, residual: torch.Tensor, start: int) -> torch.Tensor:

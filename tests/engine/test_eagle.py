@@ -16,7 +16,7 @@ from common.sampling import SamplingParams
 from engine.local.device import LocalDevice
 from engine.local.drafter import load_drafter
 from engine.local.eagle import EagleDrafter, make_cache
-from engine.local.eagle_head import head_of
+from engine.local.eagle_files import head_of, layers_of
 from engine.request import Request
 from tests.engine import eagle_heads
 from tests.engine.eagle_heads import Weights, head_config
@@ -66,14 +66,18 @@ def assert_nothing_is_left(drafter: EagleDrafter) -> None:
     assert sorted(drafter._free) == list(range(len(drafter._cache)))
 
 
+KINDS = {"eagle": eagle_heads.random_weights, "eagle3": eagle_heads.random_weights_3}
+
+
 @pytest.mark.parametrize("kernels", torch_best_and_slow_others)
+@pytest.mark.parametrize("kind", KINDS)
 def test_guesses_are_those_of_the_published_math(
-    path: Path, model: PreTrainedModel, kernels: str, monkeypatch: pytest.MonkeyPatch
+    path: Path, model: PreTrainedModel, kind: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts in chunks, after the prefix cache, and beside each other."""
     monkeypatch.setattr("engine.local.loading.free_rows", lambda *_, **__: 1e6)  # so that wrong guesses pay, too
     device = runner(path, kernels=kernels)
-    weights = eagle_heads.random_weights(model)
+    weights = KINDS[kind](model)
     drafter = drafter_of(device, weights, cost=0.0)
     recorded = Recorded(drafter)
     answers(path, device, recorded, greedy())
@@ -98,14 +102,27 @@ def test_heads_that_are_right_are_followed(path: Path, model: PreTrainedModel, k
     assert_nothing_is_left(drafter)
 
 
+@pytest.mark.parametrize("kernels", torch_best_and_slow_others)
+def test_an_eagle_3_head_that_is_right_is_followed(path: Path, model: PreTrainedModel, kernels: str) -> None:
+    wanted = [greedy_of_transformers(path, tuple(prompt), NUM_TOKENS) for prompt in prompts()]
+    device = runner(path, kernels=kernels)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
+    drafter = drafter_of(device, eagle_heads.right_weights_3(model, texts))
+    given, num_drafted, num_accepted = answers(path, device, drafter, greedy(), speculation_tokens=1)
+    assert given == {f"{number} {turn}": answer for number, answer in enumerate(wanted) for turn in range(2)}
+    assert num_drafted > NUM_TOKENS
+    assert num_accepted >= 0.8 * num_drafted
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_heads_that_are_wrong_change_nothing(path: Path, model: PreTrainedModel, temperature: float) -> None:
+def test_heads_that_are_wrong_change_nothing(path: Path, model: PreTrainedModel, kind: str, temperature: float) -> None:
     """In a cache for one of the requests, too, and with few blocks for the head."""
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True)
     expected, _, _ = answers(path, runner(path), None, params)
     for num_blocks, mode in ((32, "recompute"), (6, "recompute"), (6, "swap")):
         device = runner(path, swap_space_gb=0.01)
-        drafter = drafter_of(device, eagle_heads.random_weights(model), num_blocks=min(num_blocks, 8))
+        drafter = drafter_of(device, KINDS[kind](model), num_blocks=min(num_blocks, 8))
         given, num_drafted, num_accepted = answers(
             path, device, drafter, params, num_blocks, preemption_mode=mode, swap_space_gb=0.01
         )
@@ -165,6 +182,61 @@ def test_without_an_embedding_of_its_own_it_takes_the_model_s(path: Path, model:
     assert guess == eagle_heads.guesses(model, weights, text, len(guess), start)
 
 
+def changed(weights: Weights, change: Mapping[str, tuple[int, ...] | None]) -> Weights:
+    zeros = {name: torch.zeros(shape) for name, shape in change.items() if shape is not None}
+    return {name: weight for name, weight in weights.items() if name not in change} | zeros
+
+
+def test_an_eagle_3_head_may_be_another_s_form(path: Path, model: PreTrainedModel) -> None:
+    """Without `d2t` and a head: it names all tokens by the model's head. With the layer's config apart."""
+    weights = eagle_heads.random_weights_3(model)
+    head = model.get_output_embeddings().weight.detach().clone()
+    whole = {**weights, "lm_head.weight": head, "d2t": torch.zeros(len(head), dtype=torch.long)}
+    given = {
+        name.replace("midlayer.", "layers.0."): weight
+        for name, weight in whole.items()
+        if name not in ("d2t", "t2d", "lm_head.weight")
+    }
+    device, config = runner(path), head_config(HIDDEN)
+    drafter_head = head_of({**config, "transformer_layer_config": config}, given, device, "head")
+    recorded = Recorded(EagleDrafter(device, drafter_head, 0.01, make_cache(drafter_head, device, 32)))
+    answers(path, device, recorded, greedy())
+    text, start, guess = recorded.guesses[-1]
+    assert guess == eagle_heads.guesses(model, whole, text, len(guess), start)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norm.weight": None}, "lacks tensor norm.weight"),
+        ({"midlayer.hidden_norm.weight": None}, "lacks tensor midlayer.hidden_norm.weight"),
+        ({"fc.weight": (96, 192)}, r"fc.weight has shape \[96, 192\], not \[96, 288\]"),
+        ({"d2t": (59,)}, r"tensor d2t has shape \[59\], the head is for 60"),
+        ({"lm_head.weight": (97, 96), "d2t": None, "midlayer.self_attn.rotary_emb.inv_freq": (4,)}, "is for 97 tokens"),
+        ({"lm_head.weight": (97, 96), "d2t": (97,)}, "d2t names tokens that are none of the model's 96"),
+    ],
+)
+def test_what_is_wrong_with_an_eagle_3_head_is_named(
+    path: Path, model: PreTrainedModel, change: dict[str, tuple[int, ...] | None], words: str
+) -> None:
+    with pytest.raises(StartupError, match=words):
+        head_of(head_config(HIDDEN), changed(eagle_heads.random_weights_3(model), change), runner(path), "head")
+
+
+def test_which_layers_an_eagle_3_head_continues() -> None:
+    ids = "eagle_aux_hidden_state_layer_ids"
+    assert layers_of({}, 32, "head") == [2, 16, 29]
+    assert layers_of({ids: [1, 9]}, 10, "head") == [1, 9]
+    assert layers_of({"eagle_config": {ids: [1, 7]}}, 10, "head") == [2, 8], "behind those layers"
+    for config, words in (
+        ({}, r"the layers \[2, 2, 1\] begin with, the model has 4 layers"),
+        ({ids: [0, 4]}, "the model has 4 layers"),
+        ({ids: "2"}, "has to be a list of integers"),
+    ):
+        with pytest.raises(StartupError, match=words):
+            layers_of(config, 4, "head")
+
+
 @pytest.mark.parametrize(
     ("change", "config", "words"),
     [
@@ -181,12 +253,7 @@ def test_without_an_embedding_of_its_own_it_takes_the_model_s(path: Path, model:
 def test_what_is_wrong_is_named(
     path: Path, model: PreTrainedModel, change: dict[str, tuple[int, ...] | None], config: dict[str, object], words: str
 ) -> None:
-    weights = eagle_heads.random_weights(model)
-    for name, shape in change.items():
-        if shape is None:
-            del weights[name]
-        else:
-            weights[name] = torch.zeros(shape)
+    weights = changed(eagle_heads.random_weights(model), change)
     with pytest.raises(StartupError, match=words):
         head_of({**head_config(HIDDEN), **config}, weights, runner(path), "head")
 
@@ -195,3 +262,18 @@ def test_a_directory_without_a_head_s_file(path: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["EagleLlamaForCausalLM"]}')
     with pytest.raises(StartupError, match=r"an EAGLE head is in none of model.safetensors, pytorch_model.bin"):
         load_drafter(settings_of(path, tmp_path), runner(path))
+
+
+def test_a_model_that_is_computed_by_transformers_code(tmp_path: Path) -> None:
+    """It has states for an EAGLE-1 head, and none for an EAGLE-3 head."""
+    path = make_model(tmp_path / "olmo2", {"model_type": "olmo2", "hidden_size": HIDDEN})
+    model = eagle_heads.load(path)
+    device = runner(path)
+    weights = eagle_heads.random_weights(model)
+    del weights["embed_tokens.weight"]
+    recorded = Recorded(drafter_of(device, weights))
+    answers(path, device, recorded, greedy())
+    text, start, guess = recorded.guesses[-1]
+    assert guess == eagle_heads.guesses(model, weights, text, len(guess), start)
+    with pytest.raises(StartupError, match=r"layers \[0, 1, 2\] cannot be asked what they begin with"):
+        drafter_of(device, eagle_heads.random_weights_3(model))

@@ -20,7 +20,7 @@ from engine.core import EngineCore
 from engine.local.device import LocalDevice
 from engine.local.drafter import load_drafter
 from engine.local.eagle import EagleDrafter, make_cache
-from engine.local.eagle_head import head_of
+from engine.local.eagle_files import head_of
 from engine.local.medusa import MedusaDrafter
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
 from tests.engine import eagle_heads
@@ -156,10 +156,12 @@ def medusa(path: Path, num_blocks: int) -> EngineCore:
     return engine(path, num_blocks, device=runner, drafter=drafter, max_model_len=128)
 
 
-def eagle(path: Path, num_blocks: int) -> EngineCore:
+def eagle(path: Path, num_blocks: int, *, is_third: bool) -> EngineCore:
     """The model of `path`, for which an EAGLE head of random weights guesses."""
     runner = make_runner(path, num_blocks=num_blocks, max_model_len=128)
-    head = head_of(eagle_heads.head_config(64), eagle_heads.random_weights(eagle_heads.load(path)), runner, "head")
+    model = eagle_heads.load(path)
+    weights = eagle_heads.random_weights_3(model, num_rows=2) if is_third else eagle_heads.random_weights(model)
+    head = head_of(eagle_heads.head_config(64), weights, runner, "head")
     drafter = EagleDrafter(runner, head, 0.01, make_cache(head, runner, num_blocks))
     return engine(path, num_blocks, device=runner, drafter=drafter, max_model_len=128)
 
@@ -197,7 +199,7 @@ def few_tokens(models: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["ngram", "model", "medusa", "eagle"])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "medusa", "eagle", "eagle3"])
 def test_the_distribution_is_transformers(
     models: Path, odds_of_answers: torch.Tensor, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
@@ -208,8 +210,8 @@ def test_the_distribution_is_transformers(
         core = engine(path, 256, max_model_len=128, speculation="ngram")
     elif drafter == "medusa":
         core = medusa(path, 256)
-    elif drafter == "eagle":
-        core = eagle(path, 256)
+    elif drafter in ("eagle", "eagle3"):
+        core = eagle(path, 256, is_third=drafter == "eagle3")
     else:
         core, _ = drafting(path, few_tokens(models, "other few"), draft_blocks=256, num_blocks=256)
     counts = torch.zeros_like(odds_of_answers)
