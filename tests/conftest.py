@@ -59,6 +59,7 @@ TIERS = {
         "engine/test_speculation_sampling.py",
         "integration/test_beam_search.py",
         "integration/test_draft_model.py",
+        "integration/test_eagle.py",
         "integration/test_guided.py",
         "integration/test_guided_faults.py",
         "integration/test_hedges.py",

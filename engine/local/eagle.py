@@ -80,6 +80,18 @@ class EagleDrafter:
         return EagleDrafter(self._device, self._head, self.cost, self._cache)
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Computes a prompt and a token after it, so that no request waits for what happens once."""
+        run = _Run(0, 0, block_table([0]))
+        with as_current(self._device.device):
+            for num_tokens in (self._spec.block_size - 1, 1):
+                if num_tokens and run.end + num_tokens <= self._device.info.max_model_len:
+                    states = torch.zeros(num_tokens, self._head.config.hidden_size, dtype=self._device.dtype)
+                    guessed = self._compute([_Part(run, [0] * num_tokens)], states.to(self._device.device))
+                    self._head.best_tokens(guessed).tolist()
+                    run.end += num_tokens
+
+    @torch.inference_mode()
     def follow(self, requests: Iterable[Request]) -> None:
         """Computes what the last step has given states of."""
         wanted = [one for one in requests if _may_draft(one)]
@@ -209,4 +221,6 @@ def load_eagle(path: Path, device: LocalDevice, settings: EngineSettings, model_
     except StartupError as error:
         raise StartupError(f"--speculation {path}: beside that of the model, {error}") from error
     log.info("EAGLE head ready", extra={"path": str(path), "cost": round(cost, 3)})
-    return EagleDrafter(device, head, cost, make_cache(head, device, num_blocks))
+    drafter = EagleDrafter(device, head, cost, make_cache(head, device, num_blocks))
+    drafter.warm_up()
+    return drafter
