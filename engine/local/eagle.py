@@ -94,8 +94,8 @@ class EagleDrafter:
     @torch.inference_mode()
     def follow(self, requests: Iterable[Request]) -> None:
         """Computes what the last step has given states of."""
-        wanted = [one for one in requests if _may_draft(one)]
-        for gone in self._runs.keys() - set(wanted):
+        wanted = dict.fromkeys(one for one in requests if _may_draft(one))
+        for gone in [one for one in self._runs if one not in wanted]:
             self._leave(gone)
         parts: list[tuple[_Part, list[int]]] = []
         for request in wanted:
@@ -190,8 +190,9 @@ class EagleDrafter:
 
 def _may_draft(request: Request) -> bool:
     """Whether it may get a second token here."""
-    generates = request.embed is None and request.mode is not RequestMode.PREFILL
-    return generates and request.sampling_params.speculate
+    params = request.sampling_params
+    generates = request.embed is None and request.mode is not RequestMode.PREFILL and params.max_tokens > 1
+    return generates and params.speculate
 
 
 def cache_spec(head: EagleHead, device: LocalDevice) -> KVCacheSpec:

@@ -21,9 +21,10 @@ from engine.request import Request
 from tests.engine import eagle_heads
 from tests.engine.eagle_heads import Weights, head_config
 from tests.engine.kernels.variants import torch_best_and_slow_others
-from tests.engine.test_medusa import NUM_TOKENS, answers, greedy, prompts, runner
+from tests.engine.test_medusa import NUM_TOKENS, answers, events_of, greedy, prompts, runner
 from tests.engine.test_model_families import greedy_of_transformers
 from tests.engine.tiny_models import BLOCK_SIZE, make_model
+from tests.support.fake_device import tokens_of
 
 HIDDEN = 96
 
@@ -115,19 +116,22 @@ def test_an_eagle_3_head_that_is_right_is_followed(path: Path, model: PreTrained
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_heads_that_are_wrong_change_nothing(path: Path, model: PreTrainedModel, kind: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.7, "repetition_penalty": 1.5}], ids=str
+)
+def test_heads_that_are_wrong_change_nothing(
+    path: Path, model: PreTrainedModel, kind: str, options: dict[str, float]
+) -> None:
     """In a cache for one of the requests, too, and with few blocks for the head."""
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(**options, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True)  # type: ignore[arg-type]
     expected, _, _ = answers(path, runner(path), None, params)
-    for num_blocks, mode in ((32, "recompute"), (6, "recompute"), (6, "swap")):
-        device = runner(path, swap_space_gb=0.01)
+    for num_blocks, mode in ((32, "recompute"), (5, "recompute"), (5, "swap")):
+        device = runner(path, num_blocks, max_model_len=70, swap_space_gb=0.01)
         drafter = drafter_of(device, KINDS[kind](model), num_blocks=min(num_blocks, 8))
-        given, num_drafted, num_accepted = answers(
-            path, device, drafter, params, num_blocks, preemption_mode=mode, swap_space_gb=0.01
-        )
-        assert given == expected
-        assert 0 <= num_accepted < num_drafted
+        events = events_of(path, device, drafter, params, preemption_mode=mode, swap_space_gb=0.01)
+        assert tokens_of(events) == expected
+        assert (max(one.num_preemptions for one in events) > 0) is (num_blocks == 5)
+        assert sum(one.num_drafted_tokens for one in events if one.finish_reason) > 0
         assert_nothing_is_left(drafter)
 
 
