@@ -97,19 +97,16 @@ class EagleDrafter:
         wanted = dict.fromkeys(one for one in requests if _may_draft(one))
         for gone in [one for one in self._runs if one not in wanted]:
             self._leave(gone)
-        parts: list[tuple[_Part, list[int]]] = []
-        for request in wanted:
-            if (part := self._next_part(request)) is not None:
-                parts.append(part)
+        parts = [one for request in wanted if (one := self._next_part(request)) is not None]
         if not parts:
             return
         parts.sort(key=lambda one: (len(one[1]) > 1, len(one[0].run)))  # as attention wants them
         with as_current(self._device.device):
             states = self._head.states([row for _, rows in parts for row in rows])
             guessed = self._compute([part for part, _ in parts], states)
-        for number, (part, rows) in enumerate(parts):
+        for (part, rows), state in zip(parts, guessed, strict=True):
             part.run.end += len(rows)
-            part.run.guessed = guessed[number]
+            part.run.guessed = state
 
     @torch.inference_mode()
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:

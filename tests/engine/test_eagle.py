@@ -17,7 +17,8 @@ from engine.local.device import LocalDevice
 from engine.local.drafter import load_drafter
 from engine.local.eagle import EagleDrafter, make_cache
 from engine.local.eagle_files import head_of, layers_of
-from engine.request import Request
+from engine.request import Request, block_table
+from engine.step import StepRow
 from tests.engine import eagle_heads
 from tests.engine.eagle_heads import Weights, head_config
 from tests.engine.kernels.variants import torch_best_and_slow_others
@@ -142,6 +143,39 @@ def test_a_request_that_declines_is_not_followed(path: Path, model: PreTrainedMo
     _, num_drafted, _ = answers(path, device, drafter, params)
     assert num_drafted == 0
     assert not drafter._runs
+
+
+def test_a_run_has_no_gaps(path: Path, model: PreTrainedModel) -> None:
+    """It goes on with what the last step computed, else it begins anew; a request that does not run has none."""
+    device = runner(path)
+    drafter = drafter_of(device, eagle_heads.random_weights(model))
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    request = Request(
+        request_id="a",
+        token_ids=prompts()[0],
+        num_prompt_tokens=40,
+        sampling_params=params,
+        arrival_time=0.0,
+        block_ids=block_table([3, 1, 2]),
+    )
+
+    def step(start: int, stop: int) -> tuple[int, int] | None:
+        row = StepRow(token_ids=request.token_ids[start:stop], num_computed_tokens=start, block_ids=request.block_ids)
+        device.execute([row])
+        request.num_computed_tokens = stop
+        drafter.follow([request])
+        run = drafter._runs.get(request)
+        return None if run is None else (run.start, run.end)
+
+    assert step(16, 20) == (16, 20)
+    assert step(20, 25) == (16, 25)
+    assert step(28, 30) == (28, 30), "nobody saw 25 to 27"
+    assert step(28, 39) == (28, 39), "two tokens were computed again"
+    request.num_computed_tokens = 10  # it lost its blocks, and found others
+    drafter.follow([request])
+    assert not drafter._runs
+    assert step(10, 12) == (10, 12)
+    assert_nothing_is_left(drafter)
 
 
 def settings_of(path: Path, speculation: Path) -> EngineSettings:
