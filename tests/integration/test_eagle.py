@@ -6,18 +6,19 @@ The head is fitted to the answers: the prompts' states are on the prefill worker
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 from transformers import PreTrainedModel
 
+from baton.client.report import Result
 from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.engine import eagle_heads
 from tests.faults import watch
 from tests.integration.ask import Salt
-from tests.integration.stack import Fleet, Member, running
+from tests.integration.stack import Fleet, Member, running, wait_for
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -34,6 +35,15 @@ class Place:
 
     def member(self, role: str) -> Member:
         return next(member for member in self.fleet.members if member.role == role)
+
+    def num_accepted(self, role: str) -> float:
+        """Guessed tokens that its worker has counted since it started."""
+        return watch.total(watch.worker_metrics(self.member(role)), NAME, outcome="accepted")
+
+    def wait_for_counts(self, before: float, answers: Sequence[Result]) -> None:
+        """Until the guesses of all these answers are counted: the engine tells its front a little later."""
+        wanted = before + sum(one.report.num_accepted_tokens for one in answers)
+        wait_for("all guesses are counted", lambda: self.num_accepted("decode") == wanted)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 def test_greedy_answers_are_the_model_s_and_the_head_is_followed(place: Place, salt: Salt) -> None:
     options: SamplingOptions = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    before, answers = place.num_accepted("decode"), []
     with place.fleet.client() as client:
         for prompt, wanted in zip(PROMPTS, place.wanted, strict=True):
             guessed, plain = (
@@ -68,11 +79,13 @@ def test_greedy_answers_are_the_model_s_and_the_head_is_followed(place: Place, s
             assert guessed.report.num_blocks_moved
             assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > NUM_TOKENS // 3
             assert plain.report.num_drafted_tokens == 0
-    assert watch.total(watch.worker_metrics(place.member("prefill")), NAME, outcome="accepted") == 0
-    assert watch.total(watch.worker_metrics(place.member("decode")), NAME, outcome="accepted") > 0
+            answers.append(guessed)
+    place.wait_for_counts(before, answers)
+    assert place.num_accepted("prefill") == 0
 
 
 def test_drawn_answers_are_the_same(place: Place, salt: Salt) -> None:
+    before = place.num_accepted("decode")
     options: SamplingOptions = {"temperature": 0.8, "top_k": 2, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with place.fleet.client() as client:
         guessed, plain = (
@@ -81,3 +94,4 @@ def test_drawn_answers_are_the_same(place: Place, salt: Salt) -> None:
         )
     assert [one.token_ids for one in guessed] == [one.token_ids for one in plain]
     assert sum(one.report.num_drafted_tokens for one in guessed) > 0
+    place.wait_for_counts(before, guessed)
