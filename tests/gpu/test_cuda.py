@@ -184,6 +184,26 @@ def test_bfloat16_is_as_close_as_transformers(model_dir: Path, prompts: list[lis
     assert torch.stack(ours).mean().sqrt() < 1.5 * torch.stack(theirs).mean().sqrt()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_layers_begin_with(tmp_path: Path, dtype: str) -> None:
+    """EAGLE-3 heads continue that. In bfloat16 one kernel adds and norms, so that the sum is nowhere else."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "head_dim": 64, "initializer_range": 0.1}
+    path = make_model(tmp_path / "llama", sizes)
+    settings = EngineSettings.model_validate({"device": "cuda", "dtype": dtype, "num_blocks": 16})
+    runner = LocalDevice(path, settings)
+    runner.keep_states([0, 1, 3])
+    prompt = list(range(5, 25))
+    runner.execute([StepRow(token_ids=prompt, num_computed_tokens=0, block_ids=[4, 2])])
+    ours = runner.layer_inputs(runner.rows_of_states([4, 2], len(prompt))).float().cpu()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        inputs = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    exact = torch.cat([inputs[layer][0] for layer in (0, 1, 3)], dim=-1)
+    assert (ours - exact).norm() < (1e-3 if dtype == "float32" else 0.03) * exact.norm()
+
+
 EVERY_KIND = {
     "greedy": SamplingParams(temperature=0.0),
     "logprobs": SamplingParams(temperature=0.0, logprobs=3),
