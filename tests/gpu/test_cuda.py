@@ -201,7 +201,7 @@ def test_what_layers_begin_with(tmp_path: Path, dtype: str) -> None:
     with torch.inference_mode():
         inputs = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     exact = torch.cat([inputs[layer][0] for layer in (0, 1, 3)], dim=-1)
-    assert (ours - exact).norm() < (1e-3 if dtype == "float32" else 0.03) * exact.norm()
+    assert (ours - exact).norm() < (1e-3 if dtype == "float32" else 0.05) * exact.norm()
 
 
 EVERY_KIND = {
