@@ -224,11 +224,13 @@ class Decoder(CausalLM):
         return self.inputs.take()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.embedding is None:
+            raise RuntimeError("the first stage has the embedding")
         rows, scale = self.embedding(token_ids), self.config.embedding_scale
         return rows if scale == 1.0 else rows.div_(scale)
 
     def best_after_norm(self, states: torch.Tensor) -> torch.Tensor:
-        return self.head(states).argmax(dim=-1)
+        return self._ends()[1](states).argmax(dim=-1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._own_logits(hidden)
