@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | RankedDevice | SimulatedDevice:
     """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`, and
     `ConfigError` for settings that do not go together."""
-    if settings.expert_parallel_size > 1 and settings.tensor_parallel_size == 1:
+    if settings.expert_parallel_size > 1 and settings.tensor_parallel_size * settings.data_parallel_size == 1:
         raise ConfigError("--expert-parallel-size", "needs as many processes: set --tensor-parallel-size, too")
     if settings.device == SIMULATED:
         if settings.num_ranks > 1:

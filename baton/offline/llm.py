@@ -47,6 +47,7 @@ ValueT = TypeVar("ValueT")
 _OF_WORKERS = (
     "announce",
     "cpu_cores",
+    "data_parallel_size",
     "engine_timeout",
     "expert_parallel_size",
     "pipeline_parallel_size",

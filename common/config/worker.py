@@ -132,6 +132,11 @@ class EngineSettings(ModelSettings):
         description="as many as --tensor-parallel-size: of a mixture of experts each of those processes has some "
         "experts whole; 1: a part of every expert (docs/ranks.md)",
     )
+    data_parallel_size: Positive = Field(
+        1,
+        description="processes that compute a mixture of experts together, each with all of it but the experts, of "
+        "which each has some; each step's requests are dealt out to them (docs/ranks.md); CPU only",
+    )
     num_threads: Positive | None = Field(
         None, description="compute threads, of all ranks together; the pinned cores' number if unset"
     )
@@ -142,11 +147,13 @@ class EngineSettings(ModelSettings):
     @property
     def num_ranks(self) -> int:
         """Processes that compute the model together."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def flag_of_ranks(self) -> str:
         """The flag that asks for several of them, for messages."""
+        if self.data_parallel_size > 1:
+            return "--data-parallel-size"
         return "--tensor-parallel-size" if self.pipeline_parallel_size == 1 else "--pipeline-parallel-size"
 
     @property

@@ -20,7 +20,7 @@ from common.config import EngineSettings
 from common.errors import ConfigError, InternalError, StartupError
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
-from engine.attention.base import AttentionShape
+from engine.attention.base import AttentionShape, StepAttention
 from engine.attention.registry import attention_backend
 from engine.blocks.host_tier import BlockCopy
 from engine.context_length import fit_context
@@ -34,6 +34,7 @@ from engine.local.loading import LoadedModel, load_model
 from engine.local.memory import num_cache_blocks
 from engine.local.scores import score_tokens
 from engine.models.stage import Stage
+from engine.ranks.data_ranks import DataRanks, deal
 from engine.ranks.group import OneRank, RankGroup
 from engine.ranks.pipeline import Pipeline
 from engine.sampling.draws import draw
@@ -80,6 +81,9 @@ class LocalDevice(Device):
         is_alone = pipeline.everybody.size == 1
         if is_alone and settings.num_ranks > 1:
             raise ConfigError(settings.flag_of_ranks, "is for workers: here one process computes the whole model")
+        if settings.data_parallel_size > 1:
+            group = DataRanks(group)
+        self._data_ranks = group if isinstance(group, DataRanks) else None
         self._group = group
         loaded = load_model(model_dir, settings, group, pipeline)
         spec, model = loaded.spec, loaded.model
@@ -90,8 +94,9 @@ class LocalDevice(Device):
         self._padding = loaded.padding
         self._raises = raises or not is_alone
         self._check_ranks(spec, loaded)
+        num_caches = 1 if self._data_ranks is not None else group.size
         num_blocks = self._least(
-            num_cache_blocks(spec, loaded.device, settings, group.size, num_stages=pipeline.stage.count)
+            num_cache_blocks(spec, loaded.device, settings, num_caches, num_stages=pipeline.stage.count)
         )
         max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
         may_record = loaded.device.type == "cuda" and not settings.enforce_eager and is_alone
@@ -104,7 +109,7 @@ class LocalDevice(Device):
         self.kv_cache = blocks[:num_blocks]
         if pipeline.stage.is_last:  # the others have the same memory
             prepare_pages(self.kv_cache)
-        self._host_cache = allocate_host_cache(settings, spec, loaded.device, group.size)
+        self._host_cache = allocate_host_cache(settings, spec, loaded.device, num_caches)
         self.info = DeviceInfo(
             spec=spec,
             num_blocks=num_blocks,
@@ -346,11 +351,37 @@ class LocalDevice(Device):
 
     def _forward(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> torch.Tensor:
         """Hidden states of all new tokens, `[that many, hidden_size]`, row by row."""
+        if self._data_ranks is not None:
+            return self._forward_dealt(self._data_ranks, rows, between_layers)
 
         def compute(part: Sequence[StepRow], hidden: torch.Tensor | None) -> torch.Tensor:
             return self._forward_from(part, hidden, between_layers)
 
         return self._pipeline.forward(rows, compute, between_layers)
+
+    def _forward_dealt(
+        self, ranks: DataRanks, rows: Sequence[StepRow], between_layers: Callable[[], None]
+    ) -> torch.Tensor:
+        """As `_forward`, if each rank computes some of the rows; zeros for tokens that nothing is asked of."""
+        parts = deal(rows, ranks.size, self.info.spec.block_size, self.info.hidden_size)
+        ranks.begin([sum(len(rows[index].token_ids) for index in part) for part in parts])
+        own = [rows[index] for index in parts[ranks.rank]]
+        if own:
+            states = self._forward_from(own, None, between_layers)
+        else:
+            nothing = torch.empty(0, dtype=torch.long)
+            states = self._model.forward(nothing, nothing, _NoAttention(), between_layers)
+        starts = np.cumsum([0, *(len(row.token_ids) for row in rows)])
+        wanted = [[int(starts[index]) + at for index in part for at in _wanted(rows[index])] for part in parts]
+        firsts = np.cumsum([0, *(len(row.token_ids) for row in own)])
+        own_wanted = [int(first) + at for first, row in zip(firsts, own, strict=False) for at in _wanted(row)]
+        hidden = torch.zeros(int(starts[-1]), self.info.hidden_size)
+        if any(wanted):
+            joined = ranks.join_rows(states[own_wanted].float(), [len(each) for each in wanted])
+            hidden[[at for each in wanted for at in each]] = joined
+        else:  # nobody begins the next step before all have written their KV
+            ranks.all_gather(torch.zeros(1))
+        return hidden if self._kernels is not None else hidden.to(self.dtype)
 
     def _forward_from(
         self, rows: Sequence[StepRow], hidden: torch.Tensor | None, between_layers: Callable[[], None]
@@ -411,6 +442,13 @@ class LocalDevice(Device):
         return self._model.last_states(hidden).float().sum(dim=0)
 
 
+class _NoAttention(StepAttention):
+    """Of a step of which this rank has no row."""
+
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        raise InternalError("a data rank attends in a step of which it has no row")
+
+
 class _States:
     """Of the last step."""
 
@@ -447,6 +485,16 @@ def warm_up_rows(info: DeviceInfo) -> Iterator[StepRow]:
         (info.max_model_len - 1, [0], longest),
     ):
         yield StepRow(token_ids=token_ids, num_computed_tokens=start, block_ids=block_ids, draw=likeliest)
+
+
+def _wanted(row: StepRow) -> range | list[int]:
+    """Which of the new tokens' hidden states are read after the last layer."""
+    count = len(row.token_ids)
+    if row.score is not None:
+        return range(count)
+    if row.num_pooled:
+        return range(count - row.num_pooled, count)
+    return [] if row.draw is None else [count - 1]
 
 
 def _attention_order(row: StepRow) -> tuple[bool, int]:

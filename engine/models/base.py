@@ -56,7 +56,8 @@ class CausalLM(ABC):
     ) -> torch.Tensor:
         """Hidden states `[num_tokens, hidden_size]`, float32 or in the model's dtype.
 
-        `token_ids` and `positions` are `[num_tokens]` int64. `between_layers` is called after each layer,
+        `token_ids` and `positions` are `[num_tokens]` int64; there is none if a data rank has no row in the step.
+        `between_layers` is called after each layer,
         or after some short ones, so that a long step does not keep others waiting.
         """
 

@@ -158,7 +158,7 @@ class Decoder(CausalLM):
             is_exact = kernels is not None and kernels.quantization == "none"
             if self._is_tied_head and self.embedding is not None and self.head.packed is not None and is_exact:
                 self.embedding.share(self.head.packed)
-        if self._group.size == 1:
+        if self._group.size == 1 and self.shard.data_ranks is None:
             self.fused = FusedDecoder.of(self.config, self.layers, self.ropes)
         if kernels is not None:
             self.native = NativeDecoder(
@@ -181,6 +181,10 @@ class Decoder(CausalLM):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
+        if not len(hidden):  # a data rank without a row: others need its experts
+            for layer in self.layers:
+                layer.add_experts(hidden)
+            return hidden
         inputs, native = self.inputs, self.native
         inputs.begin()
         if native is not None and isinstance(attention, NativeStep) and len(hidden) < native.below:

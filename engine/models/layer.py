@@ -50,6 +50,7 @@ class DecoderLayer:
         config = shard.config
         self.index = index
         self._shard, self._group, self._config = shard, shard.group, config
+        self._dtype = dtype
         hidden, self.head_dim = config.hidden_size, config.head_dim
         self.q_size = config.num_heads * self.head_dim
         self.kv_size = config.num_kv_heads * self.head_dim
@@ -115,8 +116,16 @@ class DecoderLayer:
     def add_experts(self, hidden: torch.Tensor) -> None:
         """The second half of a layer that has experts, in place; nothing for others."""
         if self.experts is not None:
-            given = self.experts(self.mlp_norm(hidden))
-            self._group.all_reduce(given)
+            data_ranks = self._shard.data_ranks
+            if data_ranks is None:
+                given = self.experts(self.mlp_norm(hidden))
+                self._group.all_reduce(given)
+            else:
+                # In one dtype: which one `hidden` has depends on how many tokens a rank has.
+                normed = self.mlp_norm(hidden) if len(hidden) else hidden
+                given = data_ranks.sum_own(self.experts(data_ranks.join(normed.to(self._dtype))))
+                if not len(hidden):
+                    return
             hidden.add_(given if self.down_norm is None else self.down_norm(given))
 
     def places(self) -> dict[str, Place]:

@@ -23,7 +23,8 @@ from common.errors import StartupError
 from engine.layers import Linear, Place, place_of_part
 from engine.loading.checkpoints.part import NOTHING, Part
 from engine.models.description import DecoderConfig
-from engine.ranks.group import RankGroup
+from engine.ranks.data_ranks import DataRanks
+from engine.ranks.group import OneRank, RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Shard:
     experts: Span  # that it has a part of, or all; none if the model has none
     expert_inner: Span  # of each of those
     vocabulary: Span  # rows of embedding and head; equal on all ranks but for the last ones, which have fewer
+    data_ranks: DataRanks | None = None  # ranks that have all but experts whole, and tokens of their own
 
     @property
     def kv_shard(self) -> tuple[int, int]:
@@ -81,7 +83,8 @@ def dealt_out(num_experts: int, group: RankGroup) -> Span:
     """The experts that this rank has whole. Raises `StartupError` if one of the ranks has none."""
     size, rank = group.size, group.rank
     if num_experts < size:
-        raise StartupError(f"--expert-parallel-size {size} leaves a rank without any of {num_experts} experts")
+        flag = "--data-parallel-size" if isinstance(group, DataRanks) else "--expert-parallel-size"
+        raise StartupError(f"{flag} {size} leaves a rank without any of {num_experts} experts")
     return Span(rank * num_experts // size, (rank + 1) * num_experts // size, num_experts)
 
 
@@ -93,6 +96,13 @@ def log_dealt_out(experts: Span) -> None:
 def shard_of(whole: DecoderConfig, group: RankGroup, *, deals_experts: bool = False) -> Shard:
     """`deals_experts`: each rank has some experts whole, in place of a part of each. Raises `StartupError` that names
     what the ranks cannot share evenly."""
+    if isinstance(group, DataRanks):
+        if whole.experts is None:
+            raise StartupError(
+                f"--data-parallel-size {group.size}: this model has no experts; start more workers instead"
+            )
+        alone = shard_of(whole, OneRank())
+        return replace(alone, experts=dealt_out(whole.experts.num_experts, group), data_ranks=group)
     size, rank = group.size, group.rank
     flag = f"--tensor-parallel-size {size}"
 

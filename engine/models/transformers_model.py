@@ -48,6 +48,7 @@ from engine.models.positions import GivenPositions, first_position
 from engine.models.shard import dealt_out, log_dealt_out
 from engine.models.transformers_shard import add_up, load_shard, shard_of_transformers
 from engine.models.verified import COMPARED_WITH
+from engine.ranks.data_ranks import DataRanks
 from engine.ranks.group import RankGroup
 
 if TYPE_CHECKING:
@@ -114,6 +115,11 @@ class TransformersModel(CausalLM):
         import transformers
 
         self._shard = None
+        if isinstance(group, DataRanks):
+            raise StartupError(
+                f"--data-parallel-size {group.size}: model type {config.model_type} runs on transformers' code, whose "
+                "experts cannot be shared so; take --tensor-parallel-size with --expert-parallel-size"
+            )
         if group is not None and group.size > 1:
             self._shard = shard_of_transformers(config, group, deals_experts=deals_experts)
         if self._shard is not None:

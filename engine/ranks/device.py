@@ -88,10 +88,10 @@ class RankedDevice(Device):
                 raises=True,
                 group=self._place.group,
                 pipeline=self._place.pipeline,
-                allocate=SharedCache(files[CACHE]).allocate if layout.num_stages > 1 else None,
+                allocate=SharedCache(files[CACHE]).allocate if layout.num_caches < layout.size else None,
             )
             planes = [self._plane_of(rank, meeting.files(rank.number)[CACHE]) for rank in self._others]
-            self._joined = planes[: layout.ranks_per_stage - 1]  # those of the last stage: the others have the same
+            self._joined = planes[: layout.num_caches - 1]  # those of the last stage: the others have the same
             self._host_caches = [allocate_host_cache(share, plane.spec, self._local.device) for plane in self._joined]
         except (LostRankError, OSError) as error:
             self.close()
@@ -117,6 +117,8 @@ class RankedDevice(Device):
     def kernels_name(self) -> str:
         """Of a model of time, which is for as many ranks."""
         dealt = ", experts dealt out" if self._deals_experts else ""
+        if self._layout.has_one_cache:
+            dealt = ", requests and experts dealt out"
         return f"{self._local.kernels_name}, {self._shape}{dealt}"
 
     @property

@@ -73,17 +73,24 @@ def start_rank(number: int, num_threads: int) -> Rank:
 
 
 def layout_of(settings: EngineSettings) -> Layout:
+    if settings.data_parallel_size > 1:
+        return Layout(1, settings.data_parallel_size, has_one_cache=True)
     return Layout(settings.pipeline_parallel_size, settings.tensor_parallel_size)
 
 
 def check_supported(settings: EngineSettings) -> None:
     """Raises `ConfigError` for what ranks cannot do."""
-    num_ranks, dealt = settings.tensor_parallel_size, settings.expert_parallel_size
-    if dealt not in (1, num_ranks):
-        raise ConfigError(
-            "--expert-parallel-size", f"is 1 or as many as --tensor-parallel-size, which is {num_ranks}: not {dealt}"
-        )
-    flag = settings.flag_of_ranks
+    flag, dealt = settings.flag_of_ranks, settings.expert_parallel_size
+    if settings.data_parallel_size > 1:
+        for other, size in (
+            ("--tensor-parallel-size", settings.tensor_parallel_size),
+            ("--pipeline-parallel-size", settings.pipeline_parallel_size),
+        ):
+            if size > 1:
+                raise ConfigError(flag, f"does not go with {other}")
+    of = "--tensor-parallel-size" if settings.data_parallel_size == 1 else flag
+    if dealt not in (1, num_ranks := layout_of(settings).ranks_per_stage):
+        raise ConfigError("--expert-parallel-size", f"is 1 or as many as {of}, which is {num_ranks}: not {dealt}")
     device = choose_device(settings.device).device
     if device != "cpu":
         raise ConfigError(flag, f"needs --device cpu, not {device}: ranks on other devices are not supported yet")
@@ -95,7 +102,7 @@ def share_of_rank(settings: EngineSettings, model_dir: Path) -> EngineSettings:
     """The settings of rank 0: its share of threads and memory. Kernels and dtype are chosen once, here: processes
     that measured them at the same time could choose differently. Raises `StartupError` as loading does."""
     layout = layout_of(settings)
-    num_caches = layout.ranks_per_stage  # the stages have one together
+    num_caches = layout.num_caches  # the stages have one together
     num_threads = settings.num_threads or len(settings.cpu_cores) or torch.get_num_threads()
     dtype = resolve_dtype(settings.dtype, model_dir, "cpu", settings.kernels).dtype
     choice, _ = choose_kernels(

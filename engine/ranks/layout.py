@@ -20,10 +20,15 @@ from engine.models.stage import Stage
 class Layout:
     num_stages: int = 1
     ranks_per_stage: int = 1
+    has_one_cache: bool = False  # the ranks of a stage have the same KV heads, and one cache together
 
     @property
     def size(self) -> int:
         return self.num_stages * self.ranks_per_stage
+
+    @property
+    def num_caches(self) -> int:
+        return 1 if self.has_one_cache else self.ranks_per_stage
 
     def stage(self, rank: int) -> Stage:
         return Stage(self.num_stages - 1 - rank // self.ranks_per_stage, self.num_stages)

@@ -3,7 +3,7 @@
 everybody       memory in which all ranks exchange values
 stage           the same for the ranks of one stage, if there are several of both
 cache           KV of all layers, and of the heads that the rank has: one cache for the ranks of all stages that
-                have these heads, each of which writes its own layers
+                have these heads, each of which writes its own layers; and one for all data ranks
 before, after   sockets to the stage before and to the next one
 """
 
@@ -35,8 +35,8 @@ class Meeting:
             for first in range(0, layout.size, layout.ranks_per_stage):
                 if 1 < layout.ranks_per_stage < layout.size:
                     self._add(STAGE, layout.stage_mates(first), make_segment(layout.ranks_per_stage))
-            for place in range(layout.ranks_per_stage):
-                self._add(CACHE, range(place, layout.size, layout.ranks_per_stage), make_cache_file())
+            for place in range(layout.num_caches):
+                self._add(CACHE, range(place, layout.size, layout.num_caches), make_cache_file())
             for rank in range(layout.size):
                 if (after := layout.after(rank)) is not None:
                     for name, one, end in zip((AFTER, BEFORE), (rank, after), socket.socketpair(), strict=True):
