@@ -39,9 +39,10 @@ class RankedFleet(Fleet):
         connector: str,
         num_ranks: Sequence[int | tuple[int, int]],
         *flags: str,
-        deals_experts: bool = False,
+        dealt: str = "",
     ) -> None:
-        self._num_ranks, self._deals_experts = list(num_ranks), deals_experts
+        """`dealt`: what ranks have whole, `experts`, or `requests`, too."""
+        self._num_ranks, self._dealt = list(num_ranks), dealt
         self._ranks_at: dict[str, int | tuple[int, int]] = {}
         flags = (f"--connector={connector}", "--chunk-size=64", *flags)
         router_flags = ("--min-remote-tokens=1",)
@@ -52,10 +53,12 @@ class RankedFleet(Fleet):
             self._ranks_at[address] = self._num_ranks.pop(0)
         one = self._ranks_at[address]
         num_stages, number = (1, one) if isinstance(one, int) else one
+        if self._dealt == "requests":
+            return (f"--data-parallel-size={number}",)
         return (
             f"--pipeline-parallel-size={num_stages}",
             f"--tensor-parallel-size={number}",
-            f"--expert-parallel-size={number if self._deals_experts else 1}",
+            f"--expert-parallel-size={number if self._dealt else 1}",
         )
 
 
@@ -118,15 +121,17 @@ def test_a_rank_that_is_killed_ends_its_worker_and_the_answer_goes_on(
         fleet.replace(victim)
 
 
-def test_experts_that_are_dealt_out(tmp_path: Path) -> None:
-    """A prefill worker whose ranks have some experts each hands over to such a one, and to one process with all."""
+@pytest.mark.parametrize("dealt", ["experts", "requests"])
+def test_experts_that_are_dealt_out(dealt: str, tmp_path: Path) -> None:
+    """A prefill worker whose ranks have some experts each hands over to such a one, and to one process with all. The
+    requests of a step may be dealt out, too."""
     path = make_model(tmp_path / "model", FAMILIES["mixtral"])
     for file, content in endless_tokenizer_files().items():
         (path / file).write_bytes(content)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     rng = random.Random(5)
     flags = (f"--model={path}", "--dtype=float32", f"--cache-dir={tmp_path / 'cache'}")
-    fleet = RankedFleet(tmp_path, "shared_storage", (2, 2, 1), *flags, deals_experts=True)
+    fleet = RankedFleet(tmp_path, "shared_storage", (2, 2, 1), *flags, dealt=dealt)
     used: set[str] = set()
     num_compared = 0
     with running(fleet), fleet.client() as client:
