@@ -202,7 +202,7 @@ bench-kube: $(STAMP) kernels ## Measure the control loop on that cluster: a load
 	@$(BIN)/python -m tests.kube.measure
 
 .PHONY: chaos
-chaos: $(STAMP) ## Two prefill and two decode workers under load, a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR, CHAOS_ROUTERS, CHAOS_HEDGE, CHAOS_QUEUE_POLICY, CHAOS_ROLE_SHIFTS)
+chaos: $(STAMP) ## Two prefill and two decode workers under load, a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR, CHAOS_ROUTERS, CHAOS_HEDGE, CHAOS_QUEUE_POLICY, CHAOS_ROLE_SHIFTS, CHAOS_RANKS)
 	@$(BIN)/python -m tests.chaos
 
 .PHONY: soak

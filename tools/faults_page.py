@@ -22,7 +22,9 @@ With `FAULTS_QUEUE_POLICY=slo` or `auto`, and `CHAOS_QUEUE_POLICY`, workers know
 [latency targets](latency-targets.md). With `FAULTS_ROLE_SHIFTS=1` all workers have both roles, others take prompts in
 each cell, and the two that have the request change places at its moment, so that the fault strikes in
 mid-[shift](roles.md). Two cells of `make test-slow`, a prefill and a decode worker that are killed, are tried with
-targets and shifts. With `CHAOS_ROLE_SHIFTS=1` workers of both roles take work of another one each second.
+targets and shifts. With `CHAOS_ROLE_SHIFTS=1` workers of both roles take work of another one each second. With
+`FAULTS_RANKS=2` or `CHAOS_RANKS=2` two processes compute the model of each worker; where the tables name a rank, they
+always do.
 [architecture.md](architecture.md) says how each is noticed.
 
 After every cell, whatever it was:

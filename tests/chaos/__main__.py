@@ -4,9 +4,10 @@
     CHAOS_SECONDS=60 CHAOS_SEED=7 CHAOS_CONNECTOR=nixl make chaos          or lmcache, after `make lmcache`
     CHAOS_ROUTERS=3 CHAOS_HEDGE=1 make chaos    three routers that share the clients, with --hedge-prefill
     CHAOS_QUEUE_POLICY=slo make chaos           workers know how long steps take; half of the requests have targets
+    CHAOS_RANKS=2 make chaos                    two processes compute the model of each worker
     CHAOS_ROLE_SHIFTS=1 make chaos              four workers of both roles; each second one takes work of another one
 
-Faults: workers and engines killed or stopped for a while, workers drained and cut off from the network (also in one
+Faults: workers, engines and ranks killed or stopped for a while, workers drained and cut off from the network (also in one
 direction only), the store wiped, corrupted, killed or its disk full; and each second a request is cancelled, while
 others have too short a deadline. One decode worker is always left alone, so no request may fail. Every answer must be
 the reference answer, greedy or seeded, made from transformers' logits. In the end every block of every worker is free
@@ -64,6 +65,7 @@ class Run:
     hedges: bool
     queue_policy: str  # empty: the workers' own, and no request has targets
     shifts_roles: bool
+    num_ranks: int  # of each worker
     folder: Path
 
     def run(self) -> dict[str, object]:
@@ -81,6 +83,8 @@ class Run:
             if self.queue_policy:
                 write_times(model_dir, self.folder / "cache")
                 flags += [f"--queue-policy={self.queue_policy}", f"--cache-dir={self.folder / 'cache'}"]
+            if self.num_ranks > 1:
+                flags.append(f"--tensor-parallel-size={self.num_ranks}")
             targets = TARGETS if self.queue_policy else ()
             server = self._server(stack, flags)
             hosts = network if isinstance(network, Network) else OneHost()
@@ -170,6 +174,7 @@ class Run:
             "routers": self.num_routers,
             "queue_policy": self.queue_policy,
             "shifts_roles": self.shifts_roles,
+            "ranks": self.num_ranks,
             "requests": dict(tally.outcomes),
             "faults": dict(faults.counts),
             "left_out": faults.why_not,
@@ -186,9 +191,10 @@ def main() -> int:
     num_routers, hedges = int(os.environ.get("CHAOS_ROUTERS", "1")), bool(os.environ.get("CHAOS_HEDGE"))
     queue_policy = os.environ.get("CHAOS_QUEUE_POLICY", "")
     shifts_roles = bool(os.environ.get("CHAOS_ROLE_SHIFTS"))
+    num_ranks = int(os.environ.get("CHAOS_RANKS", "1"))
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     print(f"chaos: {seconds:g} s, seed {seed}, {connector}; logs in {folder}", file=sys.stderr)
-    outcome = Run(seconds, seed, connector, num_routers, hedges, queue_policy, shifts_roles, folder).run()
+    outcome = Run(seconds, seed, connector, num_routers, hedges, queue_policy, shifts_roles, num_ranks, folder).run()
     print(json.dumps(outcome), flush=True)
     return 0 if outcome["ok"] else 1
 

@@ -19,10 +19,11 @@ from protos.convert import role_to_proto
 from tests.faults import watch
 from tests.faults.disk import FILLER, Disk, corrupt
 from tests.faults.network import Cut, Network
-from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, descendants
+from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, descendants, ranks_of
 from tests.kube.processes import Process
 
-_HUNG = "gave no sign of life"  # what a front says of an engine that it has ended for that
+# What a front says of an engine that it has ended for that, and an engine of a rank.
+_HUNG = ("gave no sign of life", "was stopped by a signal")
 DRAIN_TIMEOUT_S = 20.0
 
 
@@ -78,8 +79,10 @@ class Faults:
         self._kinds: dict[str, Callable[[], bool]] = {
             "kill worker": lambda: self._on_member(self._kill_worker, spares=self._never_killed),
             "kill engine": lambda: self._on_member(self._kill_engine, spares=self._never_killed),
+            "kill rank": lambda: self._on_rank(self._kill_rank),
             "stop worker": lambda: self._on_member(self._stop_worker),
             "stop engine": lambda: self._on_member(self._stop_engine),
+            "stop rank": lambda: self._on_rank(self._stop_rank),
             "drain worker": lambda: self._on_member(self._drain, spares=self._never_killed),
             "cut worker": lambda: self._on_member(self._cut_off),
             "wipe store": self._wipe,
@@ -89,6 +92,8 @@ class Faults:
         }
         if self._network is None:
             self.why_not["cut worker"] = str(network)
+        if not any(ranks_of(member.process.popen.pid) for member in fleet.members):
+            self.why_not["kill rank"] = self.why_not["stop rank"] = "one process computes a worker's model"
         if disk.why_not:
             self.why_not["full disk"] = disk.why_not
         if server is None:
@@ -153,6 +158,9 @@ class Faults:
         self._victim = victim.name
         return True
 
+    def _on_rank(self, harm: Callable[[Member], None]) -> bool:
+        return self._on_member(harm, spares=self._never_killed)
+
     def _kill_worker(self, member: Member) -> None:
         signal_all(member.pids, signal.SIGKILL)
         self._after(self._rng.uniform(1.0, 3.0), member, lambda: self._restart(member))
@@ -173,6 +181,17 @@ class Faults:
         signal_all(engine, signal.SIGSTOP)
         self._stopped.add(member.address)
         self._after(self._rng.uniform(0.5, 9.0), member, lambda: self._resume(member, engine))
+
+    def _kill_rank(self, member: Member) -> None:
+        signal_all(set(ranks_of(member.process.popen.pid)[-1:]), signal.SIGKILL)
+        self._after(self._rng.uniform(1.0, 3.0), member, lambda: self._restart(member))
+
+    def _stop_rank(self, member: Member) -> None:
+        """For a moment, or until the other ranks have given it up."""
+        pids = set(ranks_of(member.process.popen.pid)[-1:])
+        signal_all(pids, signal.SIGSTOP)
+        self._stopped.add(member.address)
+        self._after(self._rng.uniform(0.2, 3.0), member, lambda: self._resume(member, pids))
 
     def _drain(self, member: Member) -> None:
         member.process.popen.send_signal(signal.SIGTERM)
@@ -219,7 +238,7 @@ class Faults:
                 continue
             if self._has_nixl and watch.is_ended_by_ucx(member):
                 self.counts["(ended by UCX)"] += 1
-            elif not (member.address in self._stopped and watch.last_life(member, _HUNG)):
+            elif not (member.address in self._stopped and watch.last_life(member, *_HUNG)):
                 code = member.process.popen.returncode
                 self.problems.append(f"{member.name} ended by itself with {code}:\n{member.process.tail(10)}")
                 print(self.problems[-1], file=sys.stderr, flush=True)

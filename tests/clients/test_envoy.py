@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,6 +97,10 @@ class Gateway(Fleet):
             self.counts("baton_router_picked_requests_total", "outcome"),
         )
 
+    def answers(self) -> dict[str, float]:
+        """Those that ended, by why."""
+        return self.counts("baton_router_answers_total", "reason")
+
     def stop(self) -> None:
         if hasattr(self, "envoy"):
             self.envoy.kill()
@@ -119,13 +122,17 @@ def client(gateway: Gateway) -> Iterator[httpx.Client]:
         yield one
 
 
+LONG = {"prompt": "hello there", "max_tokens": 3500, "stream": True, "ignore_eos": True}
+"""A stream of half a minute, which tests leave."""
+
+
 def ask(client: httpx.Client, **fields: object) -> httpx.Response:
     body = {"model": "model", "prompt": "hello there", "max_tokens": 8, "temperature": 0, **fields}
     return client.post("/v1/completions", json=body)
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {key: number - before[key] for key, number in after.items() if number != before[key]}
+    return {key: number - before.get(key, 0) for key, number in after.items() if number != before.get(key, 0)}
 
 
 def until_grown(gateway: Gateway, before: tuple[dict[str, float], ...], expected: tuple[dict[str, float], ...]) -> None:
@@ -153,19 +160,13 @@ def test_what_the_picker_chose_is_what_is_done(gateway: Gateway, client: httpx.C
 
 
 def test_a_stream_comes_as_it_is_made(gateway: Gateway, client: httpx.Client) -> None:
-    before = gateway.picks()
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True, "ignore_eos": True}
-    came: list[float] = []
-    with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        lines = []
-        for line in answer.iter_lines():
-            if line:
-                came.append(time.monotonic())
-                lines.append(line)
-    assert lines[-1] == "data: [DONE]"
-    assert len(lines) > 20
-    assert came[-1] - came[0] > 0.1, "tokens take 10 ms each, and nobody holds them back"
+    before, answers = gateway.picks(), gateway.answers()
+    with client.stream("POST", "/v1/completions", json=LONG) as answer:
+        lines = answer.iter_lines()
+        for _ in range(20):  # of 7,000: if Envoy or the picker held lines back, the answer would have its end by now
+            assert next(lines) != "data: [DONE]"
     until_grown(gateway, before, ({"workers": 1}, {"first": 1}, {"followed": 1}))
+    wait_for("the answer has ended", lambda: grown(answers, gateway.answers()) == {"cancelled": 1})
 
 
 def test_refusals_are_those_of_the_router(gateway: Gateway, client: httpx.Client) -> None:
@@ -177,18 +178,20 @@ def test_refusals_are_those_of_the_router(gateway: Gateway, client: httpx.Client
 
 
 def test_a_client_that_leaves_frees_its_place_and_a_full_fleet_says_so(gateway: Gateway, client: httpx.Client) -> None:
-    body = {"prompt": "hello there", "max_tokens": 3500, "stream": True, "ignore_eos": True}
     with contextlib.ExitStack() as stack:
         read: list[Iterator[str]] = []  # an iterator that nobody holds closes its stream
         for _ in range(2 * MAX_REQUESTS):
-            answer = stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+            answer = stack.enter_context(client.stream("POST", "/v1/completions", json=LONG))
             assert answer.status_code == 200
             read.append(answer.iter_lines())
             next(read[-1])
+        before = gateway.picks()
         refused = ask(client)
         assert refused.status_code == 429, refused.text
         assert float(refused.headers["retry-after"]) > 0
         assert refused.json()["error"]["message"]
+        # A full picker names the other router, which it cannot know to be full, too: that one refused.
+        until_grown(gateway, before, ({"workers": 1}, {"first": 1}, {}))
     gateway.settle()  # no worker has a request
     wait_for("there is room again", lambda: ask(client).status_code == 200)
 
@@ -202,6 +205,14 @@ def test_a_router_that_is_killed_is_passed_over(gateway: Gateway, client: httpx.
     wait_for("Envoy asks the other picker alone", lambda: gateway.num_healthy_pickers() == 1)
     for _ in range(6):
         assert ask(client).status_code == 200
+    before = gateway.picks()
+    with client.stream("POST", "/v1/completions", json=LONG) as answer:
+        next(answer.iter_lines())
+        until_grown(gateway, before, ({"workers": 1}, {"first": 1}, {"followed": 1}))
+        before = gateway.picks()
+        assert ask(client).status_code == 200
+        # The dead router has fewer requests, so it is named first, and Envoy goes to the second one that is named.
+        until_grown(gateway, before, ({"workers": 1}, {"fallback": 1}, {"followed": 1}))
     gateway.next_router()
     gateway.restart_router()
     gateway.next_router()

@@ -33,6 +33,7 @@ NUM_ROUTERS = int(os.environ.get("FAULTS_ROUTERS", "1"))  # on the same workers;
 QUEUE_POLICY = os.environ.get("FAULTS_QUEUE_POLICY", "")  # empty: the workers' own, and no request has targets
 ROLE_SHIFTS = bool(os.environ.get("FAULTS_ROLE_SHIFTS"))  # workers of both roles, whose roles move: see `shifts`
 TTFT_MS, TPOT_MS = 30_000.0, 1_000.0  # of each request, with a queue policy
+NUM_RANKS = int(os.environ.get("FAULTS_RANKS", "1"))  # of each worker; two at least where a rank is harmed
 NUM_CALIBRATIONS = 4  # prompts: more than pairs of workers that have to connect; twice as many if roles move
 HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
 FLAGS = (
@@ -46,13 +47,21 @@ FLAGS = (
 SHIFT_FLAGS = ("--role-handover=600",)
 
 
+@dataclass(slots=True, frozen=True)
+class Kind:
+    """Of a fleet."""
+
+    connector: str
+    queue_policy: str = QUEUE_POLICY
+    role_shifts: bool = ROLE_SHIFTS
+    num_ranks: int = NUM_RANKS
+
+
 @dataclass(slots=True)
 class Stage:
     """A fleet and what can happen to it."""
 
-    connector: str
-    queue_policy: str
-    role_shifts: bool
+    kind: Kind
     setting: Setting
     network: Network | None
     why_no_network: str
@@ -88,8 +97,8 @@ class Stage:
             max_tokens=max_tokens,
             cache_salt=request_id,
             timeout_s=timeout_s,
-            ttft_ms=TTFT_MS if self.queue_policy else None,
-            tpot_ms=TPOT_MS if self.queue_policy else None,
+            ttft_ms=TTFT_MS if self.kind.queue_policy else None,
+            tpot_ms=TPOT_MS if self.kind.queue_policy else None,
         )
 
     def close(self) -> None:
@@ -120,11 +129,11 @@ class Stages:
         self._open = contextlib.ExitStack()
         self.stage: Stage | None = None
 
-    def get(self, connector: str, queue_policy: str, *, role_shifts: bool) -> Stage:
-        stage, wanted = self.stage, (connector, queue_policy, role_shifts)
-        if stage is None or (stage.connector, stage.queue_policy, stage.role_shifts) != wanted:
+    def get(self, kind: Kind) -> Stage:
+        stage = self.stage
+        if stage is None or stage.kind != kind:
             self.close()
-            opened = _opened(connector, queue_policy, role_shifts, self._reference, self._new_folder(connector))
+            opened = _opened(kind, self._reference, self._new_folder(kind.connector))
             self.stage = self._open.enter_context(opened)
         return self.stage
 
@@ -142,11 +151,10 @@ def stages(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @contextlib.contextmanager
-def _opened(
-    connector: str, queue_policy: str, role_shifts: bool, reference: Reference, folder: Path
-) -> Iterator[Stage]:
+def _opened(kind: Kind, reference: Reference, folder: Path) -> Iterator[Stage]:
+    connector, queue_policy = kind.connector, kind.queue_policy
     skip_without_nixl(connector)
-    numbers = {"prefill": 0, "decode": 0, "both": 4} if role_shifts else {"prefill": 2, "decode": 2}
+    numbers = {"prefill": 0, "decode": 0, "both": 4} if kind.role_shifts else {"prefill": 2, "decode": 2}
     with contextlib.ExitStack() as stack:
         disk = Disk(folder / "kv")
         stack.callback(disk.close)
@@ -161,21 +169,23 @@ def _opened(
         # As between machines, whatever else is there between these processes.
         environ = networks.UCX_ENVIRON if network is not None else {"UCX_TLS": "tcp"}
         flags = [f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS]
+        if kind.num_ranks > 1:
+            flags.append(f"--tensor-parallel-size={kind.num_ranks}")
         if queue_policy:
             cache_dir = folder / "cache"
             write = [sys.executable, "-m", "tests.integration.written_times", reference.model_dir, str(cache_dir)]
             subprocess.run(write, check=True)  # neither torch nor its warnings come into this process
             flags += [f"--queue-policy={queue_policy}", f"--cache-dir={cache_dir}"]
-        if role_shifts:
+        if kind.role_shifts:
             flags += SHIFT_FLAGS
         if server is not None:
             flags.append(f"--lmcache-address={server.address}")
         fleet = Fleet(folder, *flags, **numbers, routers=NUM_ROUTERS, hosts=network, environ=environ)
         stack.callback(fleet.stop)
         hasty = fleet.another_router("hasty", f"--request-timeout={HASTY_TIMEOUT_S}")
-        shifts = Shifts(fleet) if role_shifts else None
+        shifts = Shifts(fleet) if kind.role_shifts else None
         setting = Setting(fleet, disk, reference.prompt, 0.0, connector != "nixl", server, shifts)
-        stage = Stage(connector, queue_policy, role_shifts, setting, network, why, reference, hasty, folder)
+        stage = Stage(kind, setting, network, why, reference, hasty, folder)
         stack.callback(stage.close)
         stage.setting = replace(setting, chunk_cpu_s=_chunk_cpu_s(stage))
         yield stage

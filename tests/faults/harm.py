@@ -9,15 +9,15 @@ import signal
 
 from tests.faults import watch
 from tests.faults.disk import FILLER, Disk, corrupt
-from tests.faults.matrix import Cell, Fault, Process
+from tests.faults.matrix import RANKS, Cell, Fault, Process
 from tests.faults.network import Cut, Network
 from tests.faults.scene import Scene
-from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, wait_for
+from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, ranks_of, wait_for
 from tests.kv_store.lmcache_process import LMCacheProcess
 
 _FRONTS = {Process.PREFILL_FRONT, Process.DECODE_FRONT}
-_PREFILL = {Process.PREFILL_FRONT, Process.PREFILL_ENGINE}
-_DECODE = {Process.DECODE_FRONT, Process.DECODE_ENGINE}
+_PREFILL = {Process.PREFILL_FRONT, Process.PREFILL_ENGINE, Process.PREFILL_RANK}
+_DECODE = {Process.DECODE_FRONT, Process.DECODE_ENGINE, Process.DECODE_RANK}
 
 
 class Harm:
@@ -90,6 +90,8 @@ class Harm:
             pid = self._scene.fleet.router.popen.pid
         elif self._cell.process in _FRONTS:
             pid = self.victim.process.popen.pid
+        elif self._cell.process in RANKS:
+            pid = ranks_of(self.victim.process.popen.pid)[-1]
         else:
             pid = watch.engine_pid(self.victim)
         os.kill(pid, signum)
@@ -108,20 +110,20 @@ class Harm:
         return self.victim.name if self.victim is not None else self._scene.fleet.asked.name
 
 
-def _is_decided(member: Member) -> bool:
-    return not member.process.running or len(alive(member.pids)) == 2
+def _is_decided(member: Member, num_ranks: int) -> bool:
+    return not member.process.running or len(alive(member.pids)) == 1 + num_ranks
 
 
-def revive(fleet: Fleet, *, may_end: bool = False) -> None:
+def revive(fleet: Fleet, *, num_ranks: int = 1, may_end: bool = False) -> None:
     """Starts again what has died, and waits until the router uses every worker.
 
-    `may_end`: also whom UCX ends meanwhile, see `restart_whom_ucx_ended`.
+    `num_ranks` of each worker. `may_end`: also whom UCX ends meanwhile, see `restart_whom_ucx_ended`.
     """
     if not fleet.router.running:
         fleet.restart_router()
     for member in list(fleet.members):
-        # An engine that was killed takes its front along, a moment later.
-        wait_for(f"{member.name} runs whole, or ends", functools.partial(_is_decided, member), 30)
+        # An engine that was killed takes its front along, a moment later, and a rank its engine.
+        wait_for(f"{member.name} runs whole, or ends", functools.partial(_is_decided, member, num_ranks), 30)
         if not member.process.running:
             fleet.restart(member)
 

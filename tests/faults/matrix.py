@@ -15,9 +15,14 @@ class Process(StrEnum):
     ROUTER = "router"
     PREFILL_FRONT = "prefill front"
     PREFILL_ENGINE = "prefill engine"
+    PREFILL_RANK = "prefill rank"  # beside the engine, which is rank 0
     DECODE_FRONT = "decode front"
     DECODE_ENGINE = "decode engine"
+    DECODE_RANK = "decode rank"
     STORE = "store"
+
+
+RANKS = frozenset({Process.PREFILL_RANK, Process.DECODE_RANK})
 
 
 class Moment(StrEnum):
@@ -186,11 +191,16 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
     **{(Process.PREFILL_FRONT, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
     **{(Process.PREFILL_ENGINE, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP)},
     (Process.PREFILL_ENGINE, Fault.CUT): always(ONE_LINK),
+    **{(Process.PREFILL_RANK, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP)},
+    (Process.PREFILL_RANK, Fault.CUT): always(ONE_LINK),
     (Process.DECODE_FRONT, Fault.SIGKILL): DECODE_LOST,
     **{(Process.DECODE_FRONT, fault): DECODE_MISSED for fault in (Fault.SIGSTOP, Fault.CUT)},
     (Process.DECODE_ENGINE, Fault.SIGKILL): DECODE_ENGINE_LOST,
     (Process.DECODE_ENGINE, Fault.SIGSTOP): DECODE_ENGINE_LOST,
     (Process.DECODE_ENGINE, Fault.CUT): always(ONE_LINK),
+    (Process.DECODE_RANK, Fault.SIGKILL): DECODE_ENGINE_LOST,
+    (Process.DECODE_RANK, Fault.SIGSTOP): DECODE_ENGINE_LOST,
+    (Process.DECODE_RANK, Fault.CUT): always(ONE_LINK),
     **{(Process.STORE, fault): always(NO_PROCESS) for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
     (Process.STORE, Fault.FULL_DISK): row(FALLBACK, FALLBACK, FALLBACK, FALLBACK, ANNOUNCED, UNTOUCHED),
     # A prefill worker that computes what a bad file is named after announces that file, which its writer found there.
@@ -202,9 +212,9 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
 # The cells in which a connector that moves blocks from memory to memory differs from a store.
 _P2P: dict[tuple[Process, Fault], Row] = {
     (process, fault): PREFILL_LOST_P2P
-    for process in (Process.PREFILL_FRONT, Process.PREFILL_ENGINE)
+    for process in (Process.PREFILL_FRONT, Process.PREFILL_ENGINE, Process.PREFILL_RANK)
     for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)
-    if (process, fault) != (Process.PREFILL_ENGINE, Fault.CUT)
+    if fault is not Fault.CUT or process is Process.PREFILL_FRONT
 }
 _P2P[Process.PREFILL_FRONT, Fault.SIGSTOP] = {**PREFILL_LOST_P2P, Moment.AFTER_FIRST_TOKEN: READ_ALL_THE_SAME}
 
@@ -215,7 +225,7 @@ _WRITER_LOST = {**PREFILL_LOST, Moment.BETWEEN_CHUNKS: PREFILL_RETRY_P2P, Moment
 _LMCACHE: dict[tuple[Process, Fault], Row] = {
     **{
         (process, fault): _WRITER_LOST
-        for process in (Process.PREFILL_FRONT, Process.PREFILL_ENGINE)
+        for process in (Process.PREFILL_FRONT, Process.PREFILL_ENGINE, Process.PREFILL_RANK)
         for fault in (Fault.SIGKILL, Fault.SIGSTOP)
     },
     **{

@@ -23,7 +23,7 @@ from tests.faults.clients import ClientProcess
 from tests.faults.disk import Disk
 from tests.faults.matrix import Moment
 from tests.faults.shifts import Roles, Shifts, roles_now
-from tests.integration.stack import Fleet, Member, wait_for
+from tests.integration.stack import Fleet, Member, ranks_of, wait_for
 from tests.kv_store.lmcache_process import LMCacheProcess
 
 CHUNK_SIZE = 320  # tokens; takes longer than workers wait between two reports of their load, on fast CPUs too
@@ -93,7 +93,7 @@ class Scene:
 
     def thaw(self) -> None:
         """Lets everything go on that was held."""
-        self._thaw(set(self._frozen))
+        self._let_go(list(self._frozen))
 
     def keep_stopped(self, pids: Iterable[int]) -> None:
         """These are not held any more, but stopped by a fault, or dead."""
@@ -197,13 +197,17 @@ class Scene:
             last = now
             time.sleep(0.05)
 
-    def _freeze(self, pids: Iterable[int]) -> None:
-        for pid in pids:
+    def _freeze(self, engines: Iterable[int]) -> None:
+        """All ranks of each: one that stands alone is taken for lost by the others."""
+        for pid in with_ranks(engines):
             os.kill(pid, signal.SIGSTOP)
             self._frozen.add(pid)
 
-    def _thaw(self, pids: Iterable[int]) -> None:
-        for pid in list(pids):
+    def _thaw(self, engines: Iterable[int]) -> None:
+        self._let_go(with_ranks(engines))
+
+    def _let_go(self, pids: Iterable[int]) -> None:
+        for pid in pids:
             self._frozen.discard(pid)
             try:
                 os.kill(pid, signal.SIGCONT)
@@ -219,6 +223,11 @@ class Scene:
     def _prove(self, holds: bool, otherwise: str) -> None:
         if not holds:
             raise MissedError(otherwise)
+
+
+def with_ranks(engines: Iterable[int]) -> list[int]:
+    """And the processes of their further ranks."""
+    return [pid for engine in engines for pid in (engine, *ranks_of(engine))]
 
 
 def new_id(name: str) -> str:

@@ -14,12 +14,13 @@ import pytest
 from kv_store.lmcache.client import RETRY_AFTER_S
 from tests.faults import watch
 from tests.faults.client_process import Ask, Told
-from tests.faults.conftest import HASTY_TIMEOUT_S, QUEUE_POLICY, ROLE_SHIFTS, Stage, Stages
+from tests.faults.conftest import HASTY_TIMEOUT_S, NUM_RANKS, QUEUE_POLICY, ROLE_SHIFTS, Kind, Stage, Stages
 from tests.faults.disk import corrupt
 from tests.faults.harm import Harm, restart_whom_ucx_ended, revive
 from tests.faults.matrix import (
     CELLS,
     CONNECTORS,
+    RANKS,
     Cell,
     Counted,
     End,
@@ -43,7 +44,7 @@ TIMEOUTS_S = (4.0, 9.0)  # of requests whose deadline is to pass; the next if th
 
 # While blocks are on their way, it matters how they travel; with memory-to-memory connectors, also who holds them.
 P2P_MOMENTS = (Moment.BETWEEN_CHUNKS, Moment.MID_TRANSFER, Moment.AFTER_FIRST_TOKEN)
-P2P_PROCESSES = (Process.PREFILL_FRONT, Process.PREFILL_ENGINE)
+P2P_PROCESSES = (Process.PREFILL_FRONT, Process.PREFILL_ENGINE, Process.PREFILL_RANK)
 
 LOGGED = {  # what a log line says, which names the request
     Counted.RETRY: "decode worker lost, retrying",
@@ -63,6 +64,11 @@ QUICK = {
     Cell(Process.DECODE_FRONT, Moment.AFTER_FIRST_TOKEN, Fault.CUT),
     Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
 }
+# Likewise of workers whose model two processes compute.
+QUICK_WITH_RANKS = {
+    Cell(Process.PREFILL_RANK, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
+    Cell(Process.DECODE_RANK, Moment.MID_DECODE, Fault.SIGKILL),
+}
 # Likewise with `--queue-policy slo` and roles that move, which takes another fleet: whoever is killed is in mid-shift.
 QUICK_IN_MID_SHIFT = {
     Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
@@ -78,6 +84,12 @@ class Case:
     cut: Cut = Cut.BOTH
     queue_policy: str = QUEUE_POLICY
     role_shifts: bool = ROLE_SHIFTS
+
+    @property
+    def kind(self) -> Kind:
+        """Of its fleet."""
+        num_ranks = max(NUM_RANKS, 2) if self.cell.process in RANKS else NUM_RANKS
+        return Kind(self.connector, self.queue_policy, self.role_shifts, num_ranks)
 
     def title(self) -> str:
         """The row of the matrix, and what is special."""
@@ -99,7 +111,7 @@ def cases() -> list[Case]:
     """By connector, so that each fleet is started once."""
     found: list[Case] = []
     for connector in CONNECTORS:
-        for cell in CELLS:
+        for cell in sorted(CELLS, key=lambda one: one.process in RANKS):
             if expected(cell, connector).end is End.NOT_POSSIBLE:
                 continue
             if connector == "nixl" and not _matters_to_p2p(cell):
@@ -129,13 +141,13 @@ def _matters_to_server(cell: Cell) -> bool:
 
 def _param(case: Case) -> object:
     is_usual = case == Case(case.cell, "shared_storage")
-    is_quick = (is_usual and case.cell in QUICK) or case.role_shifts != ROLE_SHIFTS
+    is_quick = (is_usual and case.cell in QUICK | QUICK_WITH_RANKS) or case.role_shifts != ROLE_SHIFTS
     return pytest.param(case, id=f"{case.connector}-{case}", marks=() if is_quick else pytest.mark.faults)
 
 
 @pytest.mark.parametrize("case", [_param(case) for case in cases()])
 def test_cell(stages: Stages, case: Case) -> None:
-    cell, stage = case.cell, stages.get(case.connector, case.queue_policy, role_shifts=case.role_shifts)
+    cell, stage = case.cell, stages.get(case.kind)
     if cell.fault is Fault.CUT and stage.network is None:
         pytest.skip(stage.why_no_network)
     if cell.fault is Fault.FULL_DISK and stage.setting.disk.why_not:
@@ -289,7 +301,7 @@ class Trial:
             self._check_counters(counters)
             for what in self._outcome.counted & set(LOGGED):
                 wait_for(f"the log tells of the {what}", lambda what=what: _is_logged(stage, ask, LOGGED[what]))  # type: ignore[misc]
-        revive(stage.fleet, may_end=self._may_end)
+        revive(stage.fleet, num_ranks=stage.kind.num_ranks, may_end=self._may_end)
         self._settle()
         self._let_ask_store_again()
         next_answer = stage.answer("next")

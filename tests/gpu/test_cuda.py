@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -265,12 +266,13 @@ def test_an_engine_that_runs_ahead(model_dir: Path, prompts: list[list[int]], ex
     settings = EngineSettings.model_validate(
         {"device": "cuda", "dtype": "float32", "num_blocks": 400, "run_ahead": True}
     )
-    core = EngineCore(settings, DeviceThread(LocalDevice(model_dir, settings)), NoStore(), time.monotonic, lambda: None)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))
-    while core.has_work:
-        core.step()
+    with contextlib.closing(DeviceThread(LocalDevice(model_dir, settings))) as device:
+        core = EngineCore(settings, device, NoStore(), time.monotonic, lambda: None)
+        for number, prompt in enumerate(prompts):
+            core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))
+        while core.has_work:
+            core.step()
     tokens = tokens_of(core.take_events())
     assert_equal([tokens[str(number)] for number in range(len(prompts))], expected)
     assert core.scheduler.check_integrity() == []

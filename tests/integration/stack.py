@@ -72,6 +72,11 @@ def engines(pid: int) -> set[int]:
     return {one for one in descendants(pid) if b"engine.process" in command(one)}
 
 
+def ranks_of(pid: int) -> list[int]:
+    """Processes of the ranks but the first below a worker, or its engine."""
+    return sorted(one for one in descendants(pid) if b"engine.ranks.process" in command(one))
+
+
 def command(pid: int) -> bytes:
     """The command line, with a NUL after each argument; empty if there is no such process."""
     try:

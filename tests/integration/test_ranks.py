@@ -17,7 +17,7 @@ from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 from tests.integration.ask import Salt, ask, check
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
-from tests.integration.stack import Fleet, command, descendants, running, wait_for
+from tests.integration.stack import Fleet, ranks_of, running, wait_for
 from tests.integration.test_quantized_models import greedy
 from tests.nixl import needs_nixl
 from tests.router.tiny_tokenizer import endless_tokenizer_files
@@ -60,11 +60,6 @@ class RankedFleet(Fleet):
             f"--tensor-parallel-size={number}",
             f"--expert-parallel-size={number if self._dealt else 1}",
         )
-
-
-def ranks_of(pid: int) -> list[int]:
-    """Processes of the ranks but the first below a worker."""
-    return sorted(one for one in descendants(pid) if b"engine.ranks.process" in command(one))
 
 
 NAMES = ("one-token", "capital", "story", "chat-capital", "ledger-1200")

@@ -135,6 +135,16 @@ def test_answers_that_run_keep_their_pace() -> None:
         assert decision.late is None
 
 
+def test_a_prompt_beside_answers_is_cut_to_steps_that_keep_their_pace() -> None:
+    """Of 0.1 s each, of which two answers and the step itself take 12 ms: 88 tokens in each, and 12 of such steps."""
+    text = "d decode 2/0 9/9\ne decode 2/0 9/9\np prefill 0/0 9/9 queued=1700"
+    for left_s, token_s, expected in ((1.3, 0.1, 1.2), (9.0, 0.1, 2.73), (1.3, 0.02, 2.73)):
+        target = FirstTokenTarget(left_s, token_s)
+        request = RoutingRequest(num_prompt_tokens=1000, fingerprint="f", first_token=target)
+        decision = create_policy("round_robin").pick(request, workers(text))
+        assert decision.first_token_s == pytest.approx(expected, rel=0.01)
+
+
 # ------------------------------------------------------------------------------------- one worker's time
 
 
