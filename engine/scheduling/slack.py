@@ -44,7 +44,7 @@ from engine.scheduling.waiting_queue import SlackQueue
 BEST_EFFORT_S = 30.0  # after which best effort, a request that missed its target included, has waited too long
 RESUME_S = 3.0  # the same for best effort that was preempted
 SIT_OUT_S = 0.5  # most time between two tokens of best effort that steps leave out
-SPARE = 1.2  # times the median of a chunk that is computed beside decodes
+SPARE = 1.2  # times the median: of a chunk that is computed beside decodes, and of one of many steps at most
 LATE_SHARE = 0.125  # of the time, for prompts that have waited too long
 MARGIN = 0.02  # of a TTFT target, for what follows the step: messages, and noise
 PACE_MARGIN = 0.05  # of a TPOT target
@@ -355,7 +355,7 @@ class SlackPolicy:
         config, model = self._config, self._model
         self._learn_remote(decodes, now)
         within, dues = math.inf, []
-        alone = model.predict(sums).p90 + self._host_s if decodes else 0.0
+        alone = self._steady_s(sums) if decodes else 0.0
         for one in decodes:
             due, limit = self._due_and_limit(one, now, alone)
             dues.append(due)
@@ -439,7 +439,7 @@ class SlackPolicy:
 
         def seconds(num: int) -> tuple[StepShape, float]:
             shape = _first_of(sums, num, contexts[num])
-            return shape, self._model.predict(shape).p90 + self._host_s
+            return shape, self._steady_s(shape)
 
         fits, too_many = max(num_urgent, 1), len(decodes)
         best = seconds(fits)
@@ -538,7 +538,13 @@ class SlackPolicy:
         context = self._ahead.context + share * self._patient.context + weight * request.num_tokens
         longest = max(self._ahead.longest, self._patient.longest, request.num_tokens)
         shape = replace(_first_of(sums, math.ceil(num), int(context)), longest_context=longest)
-        return self._time.predict(shape).p90 + self._host_s <= tightest
+        return self._steady_s(shape) <= tightest
+
+    def _steady_s(self, shape: StepShape) -> float:
+        """Seconds of each of many such steps: of a pace. What nine in ten single steps stay below is too much if steps
+        differ widely, since in a mean that evens out: few would decode at a time, and all others would be late."""
+        found = self._model.predict(shape)
+        return min(found.p90, SPARE * found.median) + self._host_s
 
     def is_pressing(self, request: Request, now: float) -> bool:
         """Whether a waiting request has targets and half of its time is gone: best effort makes room for it."""

@@ -22,14 +22,15 @@ prompt is split behind that, or not at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import ceil, inf
 
 from router.policy.base import Candidate, Candidates, FirstTokenTarget, Late, RoutingRequest, cost_in_words
 from router.policy.costs import CHUNK, SECONDS, first_token_s, in_place_s, room_s
 
 NUM_LOOKED_AT = 8  # workers of one role, at most
 SPLIT_GAIN = 0.5  # of the seconds of a whole prompt, to be saved: queues are often done sooner than predicted
+LEAST_CHUNK = 16  # tokens: a chunk of fewer is mostly the step's own time
 LEAST_PART = 64  # tokens: fewer are worth no part of their own
 
 
@@ -183,7 +184,7 @@ def in_time(
     decode = in_place()
     alone, unseen_s = _soonest(decode, lambda one: way_of(one, None, target))
     ways = [chosen, *helped, *alone]
-    sure = [one for one in ways if one.first_token_s * target.high <= left_s and _leaves_time(one, target.token_s)]
+    sure = [paced for one in ways if (paced := _paced_in_time(one, target)) is not None]
     soonest = min(ways, key=lambda one: one.first_token_s)
     if sure:
         best = min(sure, key=lambda one: _cost(one, request.handoff_token_s))
@@ -228,18 +229,34 @@ def _alone_s(one: Candidate) -> float:
     return SECONDS.prompt(one.endpoint, one.num_missing_tokens, one.num_cached_tokens)
 
 
-def _leaves_time(way: Way, token_s: float | None) -> bool:
-    """Whether steps with a chunk of the prompt are short enough for the decodes beside it, whose targets are thought to
-    be the request's own."""
+def _paced_in_time(way: Way, target: FirstTokenTarget) -> Way | None:
+    """`way` if it is in time for sure, and the answers beside it keep their pace."""
+    if way.first_token_s * target.high > target.left_s:
+        return None
+    if (paced_s := _paced_s(way, target.token_s)) == way.first_token_s:
+        return way
+    return replace(way, first_token_s=paced_s) if paced_s * target.high <= target.left_s else None
+
+
+def _paced_s(way: Way, token_s: float | None) -> float:
+    """Seconds until the first token if the decodes beside the prompt keep their pace, whose targets are thought to be
+    the request's own: its chunks are cut to steps of `token_s`. `inf` if these have no time for a chunk."""
     one, num_new, num_cached = way.computing, way.computing.num_missing_tokens, way.computing.num_cached_tokens
     if way.split is not None:
         one, num_cached = way.decode, way.split.at
         num_new = one.num_cached_tokens + one.num_missing_tokens - num_cached
     time = one.endpoint.batch_time
-    if token_s is None or time is None or not one.endpoint.can_decode:
-        return True
-    decodes = SECONDS.decodes(one.endpoint)
-    return not decodes.num_decodes or time.chunk_seconds(min(num_new, CHUNK), num_cached, decodes) <= token_s
+    if token_s is None or time is None or not one.endpoint.can_decode or num_new <= LEAST_CHUNK:
+        return way.first_token_s
+    decodes, most = SECONDS.decodes(one.endpoint), min(num_new, CHUNK)
+    if not decodes.num_decodes or (whole_s := time.chunk_seconds(most, num_cached, decodes)) <= token_s:
+        return way.first_token_s
+    least_s = time.chunk_seconds(LEAST_CHUNK, num_cached, decodes)
+    if least_s > token_s:
+        return inf
+    cut = LEAST_CHUNK + (most - LEAST_CHUNK) * (token_s - least_s) / (whole_s - least_s)
+    uncut_s, _ = in_place_s(one.endpoint, num_new, num_cached)
+    return way.first_token_s - uncut_s + ceil(num_new / cut) * token_s
 
 
 def _cost(way: Way, handoff_token_s: float | None) -> float:
