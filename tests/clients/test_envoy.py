@@ -142,7 +142,11 @@ def until_grown(gateway: Gateway, before: tuple[dict[str, float], ...], expected
         found = tuple(grown(*pair) for pair in zip(before, gateway.picks(), strict=True))
         return found == expected
 
-    wait_for(f"the metrics grow by {expected}", is_so)
+    try:
+        wait_for(f"the metrics grow by {expected}", is_so)
+    except AssertionError as error:
+        found = tuple(grown(*pair) for pair in zip(before, gateway.picks(), strict=True))
+        raise AssertionError(f"{error}, but by {found}") from None
 
 
 def test_what_the_picker_chose_is_what_is_done(gateway: Gateway, client: httpx.Client) -> None:
@@ -207,7 +211,8 @@ def test_a_router_that_is_killed_is_passed_over(gateway: Gateway, client: httpx.
         assert ask(client).status_code == 200
     before = gateway.picks()
     with client.stream("POST", "/v1/completions", json=LONG) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: one that nobody holds closes its stream
+        next(lines)
         until_grown(gateway, before, ({"workers": 1}, {"first": 1}, {"followed": 1}))
         before = gateway.picks()
         assert ask(client).status_code == 200
