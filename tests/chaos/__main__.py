@@ -7,8 +7,8 @@
     CHAOS_RANKS=2 make chaos                    two processes compute the model of each worker
     CHAOS_ROLE_SHIFTS=1 make chaos              four workers of both roles; each second one takes work of another one
 
-Faults: workers, engines and ranks killed or stopped for a while, workers drained and cut off from the network (also in one
-direction only), the store wiped, corrupted, killed or its disk full; and each second a request is cancelled, while
+Faults: workers, engines and ranks killed or stopped for a while, workers drained and cut off from the network (also in
+one direction only), the store wiped, corrupted, killed or its disk full; and each second a request is cancelled, while
 others have too short a deadline. One decode worker is always left alone, so no request may fail. Every answer must be
 the reference answer, greedy or seeded, made from transformers' logits. In the end every block of every worker is free
 or cached, no lease is left, and no process holds more memory than it did when it was warm. Prints one line of JSON;
