@@ -27,7 +27,9 @@ from engine.local.vocabulary import Padding
 from engine.models import grouped_product
 from engine.models.grouped_product import Groups
 from engine.models.registry import build_model
+from engine.models.stage import Stage
 from engine.ranks.group import OneRank
+from engine.ranks.pipeline import Pipeline
 from engine.sampling.draws import draw
 from engine.sampling.logit_changes import LogitChanges
 from engine.sampling.sampler import mask_logits
@@ -126,6 +128,7 @@ class OnDevice(LocalDevice):
     def __init__(self, path: Path) -> None:
         self.device, self._kernels, self._padding, self._raises = DEVICE, None, Padding((), 0, DEVICE), True
         self._group = OneRank()
+        self._pipeline, self._data_ranks = Pipeline(Stage(), everybody=self._group), None
         model = build_model(open_model(path), num_positions=256, dtype=torch.bfloat16, device=DEVICE)
         model.finish(None)
         self._model = model
