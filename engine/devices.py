@@ -17,12 +17,15 @@ from engine.local.device_choice import SIMULATED
 from engine.simulated.device import SimulatedDevice
 
 if TYPE_CHECKING:
+    from engine.hosts.device import HostsDevice
     from engine.local.device import LocalDevice
     from engine.ranks.device import RankedDevice
     from engine.speculation.speculation import Drafter
 
 
-def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | RankedDevice | SimulatedDevice:
+def open_device(
+    model_dir: Path, settings: EngineSettings
+) -> LocalDevice | RankedDevice | HostsDevice | SimulatedDevice:
     """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`, and
     `ConfigError` for settings that do not go together."""
     if settings.expert_parallel_size > 1 and settings.tensor_parallel_size * settings.data_parallel_size == 1:
@@ -31,6 +34,10 @@ def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | Rank
         if settings.num_ranks > 1:
             raise ConfigError(settings.flag_of_ranks, "a simulated device takes the time that --simulated-time says")
         return SimulatedDevice(model_dir, settings)
+    if settings.num_hosts > 1:
+        from engine.hosts.device import HostsDevice
+
+        return HostsDevice(model_dir, settings)
     if settings.num_ranks > 1:
         from engine.ranks.device import RankedDevice
 
@@ -40,7 +47,9 @@ def open_device(model_dir: Path, settings: EngineSettings) -> LocalDevice | Rank
     return LocalDevice(model_dir, settings)
 
 
-def known_times(device: LocalDevice | RankedDevice | SimulatedDevice, settings: EngineSettings) -> KnownTimes:
+def known_times(
+    device: LocalDevice | RankedDevice | HostsDevice | SimulatedDevice, settings: EngineSettings
+) -> KnownTimes:
     """How long the device's steps take, as far as that is known without serving. May compute some steps."""
     if isinstance(device, SimulatedDevice):
         return KnownTimes(device.time.key, device.time, Source.FILE)
@@ -49,7 +58,9 @@ def known_times(device: LocalDevice | RankedDevice | SimulatedDevice, settings: 
     return local_times(device, settings)
 
 
-def load_drafter(device: LocalDevice | RankedDevice | SimulatedDevice, settings: EngineSettings) -> Drafter | None:
+def load_drafter(
+    device: LocalDevice | RankedDevice | HostsDevice | SimulatedDevice, settings: EngineSettings
+) -> Drafter | None:
     """The model or the heads that guess tokens, if `settings` name some. Raises `StartupError`."""
     if isinstance(device, SimulatedDevice):  # it refuses such settings
         return None

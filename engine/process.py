@@ -131,11 +131,12 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     from engine.core import EngineCore
     from engine.device_thread import DeviceThread
     from engine.devices import load_drafter, open_device
+    from engine.hosts.no_kv import NoKV
     from engine.learning.report import BatchTimeReporter
     from engine.learning.start import start_learning
     from engine.sampling.grammars import GrammarCompiler
     from engine.step_profiler import StepProfiler
-    from kv_store.base import ConnectorConfig
+    from kv_store.base import ConnectorConfig, KVConnector
     from kv_store.registry import create_connector, create_store
 
     wakeup = Wakeup()
@@ -146,8 +147,12 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         verify_checksums=settings.verify_checksums,
         section=settings.model_extra or {},
     )
-    connector = create_connector(settings.connector, config, settings.tensor_parallel_size)
-    store = create_store(settings.connector, settings.store, config, settings.tensor_parallel_size)
+    store: KVConnector | None = None
+    if settings.num_hosts > 1:  # their KV lies where no connector of this process reaches it
+        connector: KVConnector = NoKV(config)
+    else:
+        connector = create_connector(settings.connector, config, settings.tensor_parallel_size)
+        store = create_store(settings.connector, settings.store, config, settings.tensor_parallel_size)
     if settings.record_steps and settings.num_ranks > 1:
         raise ConfigError("--record-steps", f"does not go with {settings.flag_of_ranks}: it sees one process' KV")
     device = open_device(Path(bootstrap.model_dir), settings)

@@ -50,7 +50,12 @@ _OF_WORKERS = (
     "data_parallel_size",
     "engine_timeout",
     "expert_parallel_size",
+    "host_index",
+    "num_hosts",
     "pipeline_parallel_size",
+    "ranks_address",
+    "ranks_secret_file",
+    "ranks_timeout",
     "tensor_parallel_size",
 )  # settings of the processes around an engine
 OPTIONS = frozenset(EngineSettings.model_fields) - set(_OF_WORKERS)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from common.config import WorkerSettings
-from common.errors import StartupError
+from common.errors import ConfigError, StartupError
 from common.logs import setup_logging
 from common.process.allocator import keep_few_arenas
 from common.process.garbage_collection import look_rarely
 from common.types import WorkerRole
 from decode_service import servicer as decode_servicer
+from engine.hosts.place import host_index
 from engine.loading.embedded_model import ensure_model
 from prefill_service import servicer as prefill_servicer
-from worker.engine_process import StartEngine
+from worker.engine_process import StartEngine, engine_environment
 from worker.server import AddService, serve
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,15 @@ def main(settings: WorkerSettings, role: WorkerRole, start_engine: StartEngine |
         raise StartupError("connector: memory works inside one process only; workers need shared_storage or another")
     if role is WorkerRole.PREFILL:
         settings = settings.model_copy(update={"speculation": "none"})  # it generates nothing
+    if settings.num_hosts > 1 and role is WorkerRole.PREFILL:
+        raise ConfigError("--num-hosts", "is for workers that decode: KV of several hosts cannot be handed over")
+    is_member = host_index(settings, os.environ) > 0
     model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
+    if is_member:
+        os.environ.update(engine_environment(settings, os.environ))  # before torch is loaded
+        from engine.hosts.member import run as run_member
+
+        return run_member(settings, model_dir)
     ready = partial(_ready, role=role)
     return uvloop.run(serve(settings, role, model_dir, _served_name(settings), _SERVICES[role], ready, start_engine))
 

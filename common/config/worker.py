@@ -137,6 +137,28 @@ class EngineSettings(ModelSettings):
         description="processes that compute a mixture of experts together, each with all of it but the experts, of "
         "which each has some; each step's requests are dealt out to them (docs/ranks.md); CPU only",
     )
+    num_hosts: Positive = Field(
+        1,
+        description="hosts (pods) that compute the model together, a rank each, as many as --tensor-parallel-size; all "
+        "are given the same flags but --host-index (docs/ranks.md)",
+    )
+    host_index: int | None = Field(
+        None,
+        ge=0,
+        description="which of the --num-hosts this is; only host 0 serves. LWS_WORKER_INDEX if unset, which "
+        "LeaderWorkerSet sets",
+    )
+    ranks_address: Address = Field(
+        "",
+        description="host:port at which rank 0 waits for the ranks of other hosts, and they find it; port 50065 of "
+        "LWS_LEADER_ADDRESS if unset",
+    )
+    ranks_secret_file: str | None = Field(
+        None, description="file with a secret of 16 bytes or more, by which ranks of several hosts know each other"
+    )
+    ranks_timeout: float = Field(
+        600.0, gt=0, description="seconds that ranks of several hosts wait for each other when they start"
+    )
     num_threads: Positive | None = Field(
         None, description="compute threads, of all ranks together; the pinned cores' number if unset"
     )

@@ -11,11 +11,12 @@ import torch
 from common.batch_time import BatchTimeKey
 from common.config import EngineSettings
 from common.cpu import read_cpu
+from engine.hosts.device import HostsDevice
 from engine.local.device import LocalDevice
 from engine.ranks.device import RankedDevice
 
 
-def key_of(device: LocalDevice | RankedDevice, settings: EngineSettings) -> BatchTimeKey:
+def key_of(device: LocalDevice | RankedDevice | HostsDevice, settings: EngineSettings) -> BatchTimeKey:
     """What a model of time for this device is for."""
     return BatchTimeKey(
         spec=device.info.spec.fingerprint(),

@@ -8,6 +8,7 @@ from common.batch_time import BatchTime, BatchTimeKey
 from common.batch_time_file import load
 from common.config import EngineSettings
 from common.errors import StartupError
+from engine.hosts.device import HostsDevice
 from engine.learning.key import key_of, model_file
 from engine.learning.learner import KnownTimes, Source
 from engine.learning.quick import quick_model
@@ -17,7 +18,7 @@ from engine.ranks.device import RankedDevice
 log = logging.getLogger(__name__)
 
 
-def local_times(device: LocalDevice | RankedDevice, settings: EngineSettings) -> KnownTimes:
+def local_times(device: LocalDevice | RankedDevice | HostsDevice, settings: EngineSettings) -> KnownTimes:
     """What `baton profile` kept, else a rough model from some steps, which are computed now."""
     key = key_of(device, settings)
     model, source = _kept_model(settings.cache_dir, key), Source.FILE

@@ -15,6 +15,7 @@ from engine.learning.observed_device import ObservedDevice
 from engine.learning.step_trace import StepTrace
 
 if TYPE_CHECKING:
+    from engine.hosts.device import HostsDevice
     from engine.local.device import LocalDevice
     from engine.ranks.device import RankedDevice
     from engine.simulated.device import SimulatedDevice
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def start_learning(
-    device: LocalDevice | RankedDevice | SimulatedDevice, settings: EngineSettings, step_trace: str = ""
+    device: LocalDevice | RankedDevice | HostsDevice | SimulatedDevice, settings: EngineSettings, step_trace: str = ""
 ) -> tuple[ObservedDevice, Learner]:
     """The device that is learned from, and who learns. To be called before the first request, after `warm_up`.
 

@@ -19,6 +19,7 @@ import msgspec
 
 from common.logs import LogFormat
 from common.types import KVCacheSpec
+from engine.blocks.host_tier import BlockCopy, BlockCopyKind
 from engine.device import do_nothing
 from engine.ranks.layout import Layout
 from engine.step import Draw, Drawn, Scoring, StepInput, StepRow
@@ -136,7 +137,20 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     number: int  # of the step
 
 
-Message: TypeAlias = Join | Ready | Failed | Step | Done
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """To a rank that has its own host memory: copies of blocks, in their order, before the steps that follow."""
+
+    copies: list[tuple[str, int, int]]  # kind, block of the device, block of the host
+
+    @classmethod
+    def of(cls, copies: Sequence[BlockCopy]) -> Copy:
+        return cls([(copy.kind.value, copy.device_block, copy.host_block) for copy in copies])
+
+    def as_copies(self) -> list[BlockCopy]:
+        return [BlockCopy(BlockCopyKind(kind), *blocks) for kind, *blocks in self.copies]
+
+
+Message: TypeAlias = Join | Ready | Failed | Step | Done | Copy
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

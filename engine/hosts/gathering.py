@@ -1,0 +1,165 @@
+"""Ranks of several hosts find each other: rank 0 listens, the others connect and keep trying."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import StartupError
+from engine.hosts.beats import Beats
+from engine.hosts.handshake import Purpose, RefusedError, Start, ask, send, take
+from engine.hosts.place import Place
+from engine.ranks.messages import Channel
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 10.0  # between two lines that say who is missing
+_RETRY_S = 0.5
+_BACKLOG = 8  # connections that may wait to be taken
+
+
+@dataclass(slots=True)
+class Member:
+    """The rank of another host, as rank 0 knows it."""
+
+    number: int
+    run: str
+    sockets: dict[Purpose, socket.socket] = field(default_factory=dict)
+    beats: Beats | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.sockets) == len(Purpose)
+
+    @property
+    def channel(self) -> Channel:
+        return Channel(self.sockets[Purpose.STEPS])
+
+    def add(self, purpose: Purpose, end: socket.socket) -> None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sockets[purpose] = end
+        if purpose is Purpose.BEATS:
+            self.beats = Beats(end, f"rank {self.number} ({end.getpeername()[0]})")
+
+    def problem(self) -> str:
+        return "" if self.beats is None else self.beats.problem
+
+    def close(self) -> None:
+        if self.beats is not None:
+            self.beats.close()
+        for end in self.sockets.values():
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def gather(place: Place, model: str) -> list[Member]:
+    """Waits for the ranks of all other hosts; they are in the order of their numbers. `model`: its identity. A peer
+    that is none of them is refused and logged, and others are waited for. Raises `StartupError` if one is missing when
+    the time is over."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    try:
+        listener = socket.create_server((place.host, place.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise StartupError(f"--ranks-address: cannot bind {place.host}:{place.port}: {error.strerror}") from error
+    members: dict[int, Member] = {}
+    try:
+        with listener:
+            _take_all(listener, place, model, members)
+    except BaseException:
+        for member in members.values():
+            member.close()
+        raise
+    return [members[number] for number in sorted(members)]
+
+
+def _take_all(listener: socket.socket, place: Place, model: str, members: dict[int, Member]) -> None:
+    give_up = time.monotonic() + place.timeout_s
+    said_at = time.monotonic()
+    refusal = ""
+    while missing := _missing(place, members):
+        now = time.monotonic()
+        if now >= give_up:
+            why = f"; the last peer was refused: {refusal}" if refusal else ""
+            raise StartupError(f"{missing} did not come within {place.timeout_s:g} s (--ranks-timeout){why}")
+        if now - said_at >= _PROGRESS_S:
+            said_at = now
+            log.info("waiting for ranks of other hosts", extra={"missing": missing})
+        listener.settimeout(min(_RETRY_S, give_up - now))
+        try:
+            end, (peer, *_) = listener.accept()
+        except TimeoutError:
+            continue
+        try:
+            hello = take(end, place.secret, place.num_hosts, model)
+        except (RefusedError, OSError, EOFError, ValueError) as error:
+            refusal = f"{peer}: {error or type(error).__name__}"
+            log.warning("a peer is not taken as a rank", extra={"peer": peer, "reason": str(error)})
+            end.close()
+            continue
+        member = members.get(hello.rank)
+        if member is None or member.run != hello.run:  # the rank's process was started anew
+            if member is not None:
+                member.close()
+            member = members[hello.rank] = Member(hello.rank, hello.run)
+        member.add(hello.purpose, end)
+
+
+def _missing(place: Place, members: dict[int, Member]) -> str:
+    for number, member in list(members.items()):
+        if reason := member.problem():
+            log.warning("a rank has gone while others were waited for", extra={"reason": reason})
+            member.close()
+            del members[number]
+    numbers = [str(n) for n in range(1, place.num_hosts) if n not in members or not members[n].is_complete]
+    return f"rank {', '.join(numbers)}" if numbers else ""
+
+
+def join(place: Place, model: str, on_lost: Callable[[str], None]) -> Member:
+    """Connects the rank of this host to rank 0, which may come later. `on_lost`: see `Beats`. Raises `StartupError` if
+    rank 0 refuses it, or does not come in time."""
+    give_up = time.monotonic() + place.timeout_s
+    said_at = time.monotonic()
+    address = f"{place.host}:{place.port}"
+    while True:
+        member = Member(0, secrets.token_hex(8))
+        try:
+            for purpose in Purpose:
+                end = socket.create_connection((place.host, place.port), timeout=_RETRY_S * 4)
+                try:
+                    ask(end, place.secret, place.index, place.num_hosts, model, member.run, purpose)
+                except BaseException:
+                    end.close()
+                    raise
+                if purpose is Purpose.BEATS:
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    member.sockets[purpose] = end
+                    member.beats = Beats(end, f"rank 0 ({place.host})", on_lost)
+                else:
+                    member.add(purpose, end)
+        except (OSError, EOFError, ValueError) as error:
+            member.close()
+            now = time.monotonic()
+            if now >= give_up:
+                raise StartupError(
+                    f"rank 0 does not answer at {address} for {place.timeout_s:g} s (--ranks-timeout): {error}"
+                ) from error
+            if now - said_at >= _PROGRESS_S:
+                said_at = now
+                log.info("waiting for rank 0", extra={"address": address, "reason": str(error)})
+            time.sleep(_RETRY_S)
+        except BaseException:
+            member.close()
+            raise
+        else:
+            return member
+
+
+def start_all(members: list[Member], start: Start) -> None:
+    for member in members:
+        send(member.sockets[Purpose.STEPS], start)

@@ -1,0 +1,67 @@
+"""Collectives of ranks on several hosts: Gloo over TCP, which notices that a rank is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.errors import LostRankError
+from engine.ranks.group import LONGEST_WAIT_S
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_LOOK = timedelta(seconds=0.25)
+_REASON_S = 2.0  # that the reason for a broken connection may take to come
+
+
+class HostGroup:
+    """A `RankGroup`. Raises `LostRankError` if a rank will not come: the group is of no use then."""
+
+    def __init__(self, store: Store, rank: int, size: int, address: str, problem: Callable[[], str]) -> None:
+        """Meets the other ranks by `store`. `address` is this host's, as the others reach it. `problem`: why no further
+        value will come, in one line; empty if it may."""
+        from torch.distributed import ProcessGroupGloo
+
+        self.rank, self.size = rank, size
+        self._problem = problem
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=LONGEST_WAIT_S)
+        self._group = ProcessGroupGloo(store, rank, size, options)
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        total = torch.zeros(values.shape, dtype=torch.float32)
+        for part in self._parts_of(values):
+            total.add_(part)
+        values.copy_(total)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._parts_of(values), dim=-1)
+
+    def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        own = values.contiguous().view(-1).view(torch.uint8)  # Gloo doesn't know all dtypes
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        work = self._group.allgather([parts], [own])  # type: ignore[attr-defined]  # missing in torch's stubs
+        while True:
+            try:
+                work.wait(_LOOK)
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise LostRankError(self._reason_for(error)) from error
+                if reason := self._problem():
+                    raise LostRankError(reason) from error
+            else:
+                return [part.view(values.dtype).view(values.shape) for part in parts]
+
+    def _reason_for(self, error: RuntimeError) -> str:
+        give_up = time.monotonic() + _REASON_S
+        while time.monotonic() < give_up:
+            if reason := self._problem():
+                return reason
+            time.sleep(0.05)
+        return f"the ranks of other hosts cannot be reached: {str(error).splitlines()[0]}"

@@ -1,0 +1,158 @@
+"""How a rank of another host and rank 0 make sure of each other, on each of their connections.
+
+Both prove that they know the secret, which is never sent: an HMAC (RFC 2104) with SHA-256 of what each of them chose at
+random. Then rank 0 compares what has to be equal. What follows on a connection is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from common.errors import StartupError
+from common.version import VERSION
+
+_LENGTH = struct.Struct("<I")
+_MAX_BYTES = 1 << 20
+_NONCE_BYTES = 32
+HANDSHAKE_S = 3.0  # that a peer may take for each message
+
+
+class Purpose(StrEnum):
+    STEPS = "steps"
+    BEATS = "beats"
+
+
+class Challenge(msgspec.Struct, frozen=True, kw_only=True):
+    release: str
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    release: str
+    nonce: bytes
+    proof: bytes
+    rank: int
+    num_hosts: int
+    model: str  # identity of its weights
+    run: str  # of the process; another one in each life
+    purpose: Purpose
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    refusal: str = ""  # one line; empty if the peer is taken
+    proof: bytes = b""
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message for steps: what the rank computes with, once all are there."""
+
+    settings: str  # EngineSettings as JSON, those of rank 0
+    store_port: int  # of the `TCPStore` on rank 0's host
+
+
+class RefusedError(Exception):
+    """Why a peer is not taken, in one line."""
+
+
+T = TypeVar("T")
+
+
+def send(end: socket.socket, message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    end.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(end: socket.socket, kind: type[T]) -> T:
+    """Raises `OSError` or `EOFError` if the peer is gone or late, `ValueError` if it says something else."""
+    (length,) = _LENGTH.unpack(receive_exactly(end, _LENGTH.size))
+    if length > _MAX_BYTES:
+        raise ValueError(f"a message of {length} bytes")
+    return msgspec.msgpack.decode(receive_exactly(end, length), type=kind)
+
+
+def receive_exactly(end: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    receive_into(end, memoryview(data))
+    return data
+
+
+def receive_into(end: socket.socket, data: memoryview) -> None:
+    while data:
+        count = end.recv_into(data)
+        if not count:
+            raise EOFError("the other end is closed")
+        data = data[count:]
+
+
+def _proof(secret: bytes, side: str, hello: Hello, challenge: Challenge) -> bytes:
+    """Of everything that was said, so nothing of it can be used for another connection."""
+    said = msgspec.msgpack.encode([side, challenge, msgspec.structs.replace(hello, proof=b"")])
+    return hmac.digest(secret, said, "sha256")
+
+
+def take(end: socket.socket, secret: bytes, num_hosts: int, model: str) -> Hello:
+    """Rank 0's side. Raises `RefusedError` if the peer is not a rank of this worker, after it was told, and `OSError`,
+    `EOFError` or `ValueError` if it does not speak so."""
+    end.settimeout(HANDSHAKE_S)
+    challenge = Challenge(release=VERSION, nonce=secrets.token_bytes(_NONCE_BYTES))
+    send(end, challenge)
+    hello = receive(end, Hello)
+    refusal = ""
+    if not hmac.compare_digest(hello.proof, _proof(secret, "rank", hello, challenge)):
+        refusal = "its secret is another one (--ranks-secret-file)"
+    elif hello.release != VERSION:
+        refusal = f"it is of release {hello.release}, not {VERSION}"
+    elif hello.num_hosts != num_hosts:
+        refusal = f"it was told of {hello.num_hosts} hosts, not {num_hosts} (--num-hosts)"
+    elif not 1 <= hello.rank < num_hosts:
+        refusal = f"rank {hello.rank} is none of the ranks 1 to {num_hosts - 1} (--host-index)"
+    elif hello.model != model:
+        refusal = f"its model is {hello.model}, not {model} (--model)"
+    if refusal:
+        with contextlib.suppress(OSError):
+            send(end, Verdict(refusal=refusal))
+        raise RefusedError(refusal)
+    send(end, Verdict(proof=_proof(secret, "rank 0", hello, challenge)))
+    end.settimeout(None)
+    return hello
+
+
+def ask(
+    end: socket.socket,
+    secret: bytes,
+    rank: int,
+    num_hosts: int,
+    model: str,
+    run: str,
+    purpose: Purpose,
+    *,
+    release: str = VERSION,
+) -> None:
+    """The other side. Raises `StartupError` if rank 0 refuses it, or does not have the secret; else as `take`."""
+    end.settimeout(2 * HANDSHAKE_S)
+    challenge = receive(end, Challenge)
+    hello = Hello(
+        release=release,
+        nonce=secrets.token_bytes(_NONCE_BYTES),
+        proof=b"",
+        rank=rank,
+        num_hosts=num_hosts,
+        model=model,
+        run=run,
+        purpose=purpose,
+    )
+    send(end, msgspec.structs.replace(hello, proof=_proof(secret, "rank", hello, challenge)))
+    verdict = receive(end, Verdict)
+    if verdict.refusal:
+        raise StartupError(f"rank 0 does not take this host as rank {rank}: {verdict.refusal}")
+    if not hmac.compare_digest(verdict.proof, _proof(secret, "rank 0", hello, challenge)):
+        raise StartupError("who answers at --ranks-address does not have the secret (--ranks-secret-file)")
+    end.settimeout(None)

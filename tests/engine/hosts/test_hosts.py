@@ -1,0 +1,277 @@
+"""One model on two hosts: here two addresses of this machine, and threads or processes in place of hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import EngineSettings
+from common.errors import ConfigError, LostRankError, StartupError
+from common.model_files import model_identity
+from common.types import SampledToken
+from common.version import VERSION
+from engine.device import Device
+from engine.hosts import handshake, member
+from engine.hosts.beats import Beats
+from engine.hosts.device import HostsDevice
+from engine.hosts.gathering import join
+from engine.hosts.no_kv import NoKV
+from engine.hosts.place import Place, host_index, place_of
+from engine.local.device import LocalDevice
+from engine.step import Draw, StepRow
+from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
+from tests.engine.tiny_models import BLOCK_SIZE, make_model
+
+SECRET = b"a secret of some length"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "shared_by_hosts")
+
+
+def settings_of(**changes: object) -> EngineSettings:
+    values = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 40,
+        "max_model_len": 128,
+        "num_threads": 1,
+        "tensor_parallel_size": 2,
+        "num_hosts": 2,
+        **changes,
+    }
+    return EngineSettings.model_validate(values)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def place(index: int, port: int, *, secret: bytes = SECRET, timeout_s: float = 60.0) -> Place:
+    return Place(num_hosts=2, index=index, host="127.0.0.1", port=port, timeout_s=timeout_s, secret=secret)
+
+
+def rank_1(model: Path, port: int, lost: list[str]) -> int:
+    here = place(1, port)
+    return member.serve(here, settings_of(), model, join(here, model_identity(model), lost.append))
+
+
+@contextmanager
+def two_hosts(model: Path) -> Iterator[tuple[HostsDevice, Future[int]]]:
+    port, lost = free_port(), list[str]()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(rank_1, model, port, lost)
+        device = HostsDevice(model, settings_of(), place(0, port))
+        try:
+            yield device, other
+        finally:
+            device.close()
+
+
+def greedy(device: Device, num_tokens: int = 12) -> list[int]:
+    """A prompt, then token by token."""
+    tokens, start, drawn = list(range(3, 40)), 0, []
+    for index in range(num_tokens):
+        row = StepRow(
+            token_ids=tokens,
+            num_computed_tokens=start,
+            block_ids=list(range(8)),
+            draw=Draw(index=index, temperature=0.0),
+        )
+        start += len(tokens)
+        [token] = device.execute([row])
+        assert isinstance(token, SampledToken)
+        drawn.append(token.token_id)
+        tokens = [token.token_id]
+    return drawn
+
+
+def test_tokens_are_those_of_one_rank(model: Path) -> None:
+    alone = settings_of(tensor_parallel_size=1, num_hosts=1)
+    expected = greedy(LocalDevice(model, alone))
+    with two_hosts(model) as (device, other):
+        assert greedy(device) == expected
+        assert (device.info.spec.num_kv_heads, device.info.spec.tp_size) == (2, 1)
+    assert other.result(30) == 0, "the other rank ends with rank 0"
+
+
+def handshake_of(*, secret: bytes = SECRET, rank: int = 1, num_hosts: int = 2, **more: str) -> tuple[str, str]:
+    """What rank 0, which has two hosts and the model `m`, and the other one make of it."""
+    model, release, purpose = more.get("model", "m"), more.get("release", VERSION), handshake.Purpose.STEPS
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        ask = partial(handshake.ask, theirs, secret, rank, num_hosts, model, "run", purpose, release=release)
+        asking = pool.submit(ask)
+        said = ""
+        try:
+            handshake.take(ours, SECRET, 2, "m")
+        except handshake.RefusedError as refusal:
+            said = str(refusal)
+        error = asking.exception(30)
+    return said, "" if error is None else str(error)
+
+
+def test_a_peer_that_is_like_rank_0_is_taken() -> None:
+    assert handshake_of() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"secret": b"another secret that is long"}, "its secret is another one (--ranks-secret-file)"),
+        ({"release": "0.0.1"}, f"it is of release 0.0.1, not {VERSION}"),
+        ({"model": "n"}, "its model is n, not m (--model)"),
+        ({"rank": 2}, "rank 2 is none of the ranks 1 to 1 (--host-index)"),
+        ({"num_hosts": 3}, "it was told of 3 hosts, not 2 (--num-hosts)"),
+    ],
+)
+def test_a_peer_that_differs_is_told_why(changes: dict[str, Any], refusal: str) -> None:
+    ours, theirs = handshake_of(**changes)
+    assert ours == refusal
+    assert theirs.endswith(refusal)
+
+
+def test_missing_ranks_are_named_and_so_is_the_last_refusal(model: Path) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        stranger = place(1, port, secret=b"not the secret of them")
+        refused = pool.submit(join, stranger, model_identity(model), print)
+        words = r"rank 1 did not come within 1 s \(--ranks-timeout\); .*its secret is another one"
+        with pytest.raises(StartupError, match=words):
+            HostsDevice(model, settings_of(), place(0, port, timeout_s=1.0))
+        with pytest.raises(StartupError, match="does not take this host as rank 1: its secret is another one"):
+            refused.result(30)
+
+
+def test_a_silent_peer_is_lost() -> None:
+    ours, theirs = socket.socketpair()
+    said, is_lost = list[str](), threading.Event()
+
+    def lost(reason: str) -> None:
+        said.append(reason)
+        is_lost.set()
+
+    with theirs:
+        beats = Beats(ours, "rank 1", lost, silence_s=0.1)
+        assert is_lost.wait(30)
+        assert beats.problem.startswith("rank 1 has been silent for 0.1 s: ")
+        assert said == [beats.problem]
+        beats.close()
+
+
+def test_no_block_comes_or_goes() -> None:
+    connector = NoKV(ConnectorConfig())
+    connector.publish(1, [LocalBlock(index=0, block_id=4, block_hash=b"a")])
+    connector.fetch(2, [FetchBlock(ref=BlockRef(index=0, block_hash=b"a"), block_id=5)])
+    results = connector.poll()
+    assert [(result.job_id, result.block_id) for result in results] == [(1, 4), (2, 5)]
+    assert all("--num-hosts" in (result.error or "") for result in results)
+    assert connector.poll() == []
+
+
+def test_a_pod_knows_its_place(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(SECRET + b"\n")
+    settings = settings_of(ranks_secret_file=str(tmp_path / "secret"))
+    pod = {"LWS_LEADER_ADDRESS": "w-0.w.default", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+    assert host_index(settings, pod) == 1
+    here = place_of(settings, pod)
+    assert (here.index, here.host, here.port, here.secret) == (1, "w-0.w.default", 50065, SECRET)
+    assert place_of(settings, {**pod, "LWS_WORKER_INDEX": "0"}).host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "environ", "words"),
+    [
+        ({}, {}, "--host-index: is needed"),
+        ({"host_index": 2}, {}, "--host-index: is 2, but --num-hosts is 2"),
+        ({"host_index": 1, "num_hosts": 1}, {}, "--host-index: is 1, but --num-hosts is 1"),
+        ({"host_index": 1, "tensor_parallel_size": 4}, {}, "--num-hosts: is 2, but --tensor-parallel-size is 4"),
+        ({"host_index": 1, "pipeline_parallel_size": 2}, {}, "--num-hosts: does not go with --pipeline-parallel-size"),
+        ({"host_index": 1, "data_parallel_size": 2}, {}, "--num-hosts: does not go with --data-parallel-size"),
+        ({"host_index": 1}, {"LWS_GROUP_SIZE": "3"}, "--num-hosts: is 2, but the group has 3 pods"),
+        ({"host_index": 1}, {}, "--ranks-address: is needed"),
+        ({"host_index": 1, "ranks_address": "a:1"}, {}, "--ranks-secret-file: is needed"),
+    ],
+)
+def test_what_is_missing_is_named(changes: dict[str, object], environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        place_of(settings_of(**changes), environ)
+
+
+RANK_0 = """
+import sys, time
+from pathlib import Path
+from common.config import EngineSettings
+from engine.hosts.device import HostsDevice
+device = HostsDevice(Path(sys.argv[2]), EngineSettings.model_validate_json(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(600)
+"""
+RANK_1 = """
+import sys
+from pathlib import Path
+from common.config import EngineSettings
+from engine.hosts.member import run
+sys.exit(run(EngineSettings.model_validate_json(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+@contextmanager
+def rank_process(code: str, model: Path, settings: EngineSettings, index: int) -> Iterator[subprocess.Popen[bytes]]:
+    given = settings.model_copy(update={"host_index": index}).model_dump_json()
+    with subprocess.Popen([sys.executable, "-c", code, given, str(model)], stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> EngineSettings:
+    """Settings of both hosts, but for the host's index."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    return settings_of(ranks_address=f"127.0.0.1:{free_port()}", ranks_secret_file=str(tmp_path / "secret"))
+
+
+def compute_until(device: Device, give_up: float) -> None:
+    while time.monotonic() < give_up:
+        greedy(device, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_device(model: Path, meeting: EngineSettings, signum: signal.Signals) -> None:
+    with rank_process(RANK_1, model, meeting, 1) as process:
+        here = place(0, int(meeting.ranks_address.rpartition(":")[2]))
+        device = HostsDevice(model, meeting, here)
+        greedy(device, 2)
+        os.kill(process.pid, signum)
+        what = "has ended" if signum == signal.SIGKILL else "has been silent for 4 s"
+        with pytest.raises(LostRankError, match=rf"^rank 1.* {what}"):
+            compute_until(device, time.monotonic() + 60)
+        device.close()
+
+
+@pytest.mark.slow
+def test_a_rank_ends_if_rank_0_was_killed(model: Path, meeting: EngineSettings) -> None:
+    with rank_process(RANK_0, model, meeting, 0) as rank_0, rank_process(RANK_1, model, meeting, 1) as rank_1:
+        assert rank_0.stdout is not None
+        assert rank_0.stdout.readline() == b"ready\n"
+        rank_0.kill()
+        assert rank_1.wait(30) in (0, 1)
