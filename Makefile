@@ -125,7 +125,7 @@ format-check: $(STAMP) ## Say what is not formatted
 	@$(BIN)/ruff format --check $(SOURCES)
 
 types: $(STAMP) ## Check the types (mypy, strict)
-	@$(BIN)/mypy $(PACKAGES) tools protos/convert.py protos/generate.py protos/messages.py
+	@$(BIN)/mypy $(PACKAGES) tools tests/support protos/convert.py protos/generate.py protos/messages.py
 
 imports: $(STAMP) ## Check who imports whom (import-linter)
 	@$(BIN)/lint-imports

@@ -191,7 +191,7 @@ def make_core(
 ) -> tuple[EngineCore, FakeDevice]:
     """An engine on the fake model; `settings` as in `EngineSettings`. Its clock goes on by a second each time it is
     read, unless it has another one."""
-    checked = EngineSettings(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type] # keyword by keyword
+    checked = EngineSettings(block_size=BLOCK_SIZE, **settings)
     device = (device_type or FakeDevice)(num_blocks, num_host_blocks=num_host_blocks(checked, SPEC.block_bytes))
     connector = connector or MemoryConnector(ConnectorConfig(epoch=epoch, worker_id=f"test-{epoch}"))
     core = EngineCore(

@@ -160,7 +160,7 @@ class FakeEngine:
         while True:
             self._report_load()
             wait_s = max(self._due[0][0] - time.monotonic(), 0.0) if self._due else ALIVE_INTERVAL_S
-            if self._socket.poll(min(wait_s, ALIVE_INTERVAL_S) * 1000):
+            if self._socket.poll(int(min(wait_s, ALIVE_INTERVAL_S) * 1000)):
                 for command in m.decode_commands(self._socket.recv()):
                     print(msgspec.json.encode(command).decode(), file=self._log)
                     self._handle(command)

@@ -207,6 +207,16 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
             ]
         )
 
+    def GetRequests(  # noqa: N802
+        self, request: router_pb2.GetRequestsRequest, context: Context
+    ) -> router_pb2.GetRequestsResponse:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
+
+    def ProfileWorker(  # noqa: N802
+        self, request: router_pb2.ProfileWorkerRequest, context: Context
+    ) -> Iterator[worker_pb2.ProfilePart]:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
+
 
 @contextmanager
 def fake_router() -> Iterator[tuple[FakeRouter, str]]:

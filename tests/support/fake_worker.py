@@ -61,7 +61,7 @@ class FakeWorker(
         self.answer: list[int] = ids_of(ANSWER)
         self.epoch = "e1"
         self.state: worker_pb2.WorkerState.ValueType = worker_pb2.WORKER_STATE_READY
-        self.load = {"num_blocks": 100, "num_free_blocks": 100}  # what it reports, beside its state
+        self.load: dict[str, Any] = {"num_blocks": 100, "num_free_blocks": 100}  # what it reports, beside its state
         self.batch_time: worker_pb2.BatchTime | None = None
         # Faults.
         self.refuse: tuple[grpc.StatusCode, str] | BatonError | None = None
@@ -146,7 +146,8 @@ class FakeWorker(
 
     @property
     def num_requests_waiting(self) -> int:
-        return self.load.get("num_requests_waiting", 0)
+        number: int = self.load.get("num_requests_waiting", 0)
+        return number
 
     @num_requests_waiting.setter
     def num_requests_waiting(self, number: int) -> None:
@@ -154,7 +155,8 @@ class FakeWorker(
 
     @property
     def num_requests_running(self) -> int:
-        return self.load.get("num_requests_running", 0)
+        number: int = self.load.get("num_requests_running", 0)
+        return number
 
     @num_requests_running.setter
     def num_requests_running(self, number: int) -> None:
