@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import LostRankError
-from engine.ranks.group import LONGEST_WAIT_S
+from engine.ranks.group import LONGEST_WAIT_S, AddingGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -19,7 +19,7 @@ _LOOK = timedelta(seconds=0.25)
 _REASON_S = 2.0  # that the reason for a broken connection may take to come
 
 
-class HostGroup:
+class HostGroup(AddingGroup):
     """A `RankGroup`. Raises `LostRankError` if a rank will not come: the group is of no use then."""
 
     def __init__(self, store: Store, rank: int, size: int, address: str, problem: Callable[[], str]) -> None:
@@ -33,15 +33,6 @@ class HostGroup:
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=LONGEST_WAIT_S)
         self._group = ProcessGroupGloo(store, rank, size, options)
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        total = torch.zeros(values.shape, dtype=torch.float32)
-        for part in self._parts_of(values):
-            total.add_(part)
-        values.copy_(total)
-
-    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._parts_of(values), dim=-1)
 
     def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         own = values.contiguous().view(-1).view(torch.uint8)  # Gloo doesn't know all dtypes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,19 +46,12 @@ class OneRank:
         return values
 
 
-class GlooGroup:
-    """Ranks that talk over sockets, on one host or several: Gloo moves bytes, each rank adds them up itself.
+class AddingGroup(ABC):
+    """Every rank gets the values of all others, and adds them up itself: an all-reduce sends `size` times as many bytes
+    as it has to."""
 
-    The reference that other groups are compared with. An all-reduce sends `size` times as many bytes as it has to.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, *, longest_wait_s: float = LONGEST_WAIT_S) -> None:
-        """Meets the other ranks by `store`, for instance a `torch.distributed.TCPStore`. A collective that takes
-        `longest_wait_s` raises `RuntimeError`, as one does whose peer has gone."""
-        from torch.distributed import ProcessGroupGloo
-
-        self.rank, self.size = rank, size
-        self._group = ProcessGroupGloo(store, rank, size, timedelta(seconds=longest_wait_s))
+    rank: int
+    size: int
 
     def all_reduce(self, values: torch.Tensor) -> None:
         total = torch.zeros(values.shape, dtype=torch.float32)
@@ -68,8 +62,24 @@ class GlooGroup:
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._parts_of(values), dim=-1)
 
+    @abstractmethod
     def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `values`. They travel as bytes, since Gloo doesn't know all dtypes."""
+        """Every rank's `values`."""
+
+
+class GlooGroup(AddingGroup):
+    """Ranks that talk over sockets, on one host or several. The reference that other groups are compared with."""
+
+    def __init__(self, store: Store, rank: int, size: int, *, longest_wait_s: float = LONGEST_WAIT_S) -> None:
+        """Meets the other ranks by `store`, for instance a `torch.distributed.TCPStore`. A collective that takes
+        `longest_wait_s` raises `RuntimeError`, as one does whose peer has gone."""
+        from torch.distributed import ProcessGroupGloo
+
+        self.rank, self.size = rank, size
+        self._group = ProcessGroupGloo(store, rank, size, timedelta(seconds=longest_wait_s))
+
+    def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """They travel as bytes, since Gloo doesn't know all dtypes."""
         own = values.cpu().contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(own) for _ in range(self.size)]
         self._group.allgather([parts], [own]).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
