@@ -150,6 +150,8 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     store: KVConnector | None = None
     if settings.num_hosts > 1:  # their KV lies where no connector of this process reaches it
         connector: KVConnector = NoKV(config)
+        not_used = [settings.connector, *([settings.store] if settings.store else [])]
+        log.warning("KV blocks do not come or go: --num-hosts", extra={"not_used": ", ".join(not_used)})
     else:
         connector = create_connector(settings.connector, config, settings.tensor_parallel_size)
         store = create_store(settings.connector, settings.store, config, settings.tensor_parallel_size)
