@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as in torch's own documentation
@@ -28,8 +27,8 @@ from engine.hosts.handshake import Purpose, Start
 from engine.hosts.place import Place, place_of
 from engine.local.device import LocalDevice, warm_up_rows
 from engine.ranks.launch import check_supported, share_of_rank
-from engine.ranks.messages import LOOK_S, Copy, Done, Failed, Message, Ready, Step
-from engine.ranks.process import ready
+from engine.ranks.messages import LOOK_S, Copy, Done, Failed, Message, Step
+from engine.ranks.process import checked, ready
 from engine.step import StepInput, StepOutput
 
 log = logging.getLogger(__name__)
@@ -133,23 +132,13 @@ class HostsDevice(Device):
     def _send(self, message: Message) -> None:
         for member in self._members:
             try:
-                self._channels[member.number].send(message, while_full=partial(self.check_alive))
+                self._channels[member.number].send(message, while_full=self.check_alive)
             except OSError as error:
                 raise LostRankError(self._problem() or f"rank {member.number} does not listen") from error
 
     def _compare(self, member: Member) -> None:
         """Waits until the rank has loaded its part. Raises `StartupError` if it is not like this one."""
-        message = self._answer(member, do_nothing)
-        if not isinstance(message, Ready):
-            raise StartupError(f"rank {member.number} said {type(message).__name__}")
-        own = ready(self._local)
-        fields = {name: getattr(message, name) for name in Ready.__struct_fields__}
-        fields["spec"] = replace(message.spec, tp_rank=0)
-        for name, theirs in fields.items():
-            if theirs != getattr(own, name):
-                raise StartupError(
-                    f"rank {member.number} differs from rank 0: {name} {theirs}, not {getattr(own, name)}"
-                )
+        checked(member.number, self._answer(member, do_nothing), ready(self._local))
 
     def _answer(self, member: Member, meanwhile: Callable[[], None]) -> Message:
         """What the rank says next. Raises `LostRankError` if nothing will come."""

@@ -8,6 +8,7 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.config import EngineSettings
 from common.errors import BatonError, LostRankError
@@ -17,6 +18,9 @@ from engine.hosts.group import HostGroup
 from engine.hosts.handshake import Purpose, Start, receive
 from engine.hosts.place import Place, place_of
 from engine.ranks.messages import Channel, Copy, Done, Failed, Step
+
+if TYPE_CHECKING:
+    from engine.local.device import LocalDevice
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +92,7 @@ def serve(place: Place, settings: EngineSettings, model_dir: Path, member: Membe
     return 0
 
 
-def _compute(channel: Channel, device: object) -> None:
-    from engine.local.device import LocalDevice
-
-    assert isinstance(device, LocalDevice)  # noqa: S101
+def _compute(channel: Channel, device: LocalDevice) -> None:
     while True:
         message, _ = channel.receive()
         match message:

@@ -38,8 +38,8 @@ from engine.ranks.launch import (
     start_rank,
 )
 from engine.ranks.meeting import CACHE, Meeting, Place
-from engine.ranks.messages import LOOK_S, Done, Failed, Message, Ready, Step
-from engine.ranks.process import ready
+from engine.ranks.messages import LOOK_S, Done, Failed, Message, Step
+from engine.ranks.process import checked, ready
 from engine.ranks.shared_cache import SharedCache, map_cache
 from engine.step import StepInput, StepOutput
 
@@ -200,22 +200,14 @@ class RankedDevice(Device):
         """Waits until the rank has loaded its part. Raises `StartupError` if it cannot, or is not like this one."""
         message, files = self._answer(rank.number, do_nothing)
         try:
-            if not isinstance(message, Ready):
-                raise StartupError(f"rank {rank.number} said {type(message).__name__}")
-            own, place = ready(self._local), message.spec
-            fields = {name: getattr(message, name) for name in Ready.__struct_fields__}
-            fields["spec"] = replace(place, tp_rank=0)  # that of rank 0
-            for name, theirs in fields.items():
-                if theirs != getattr(own, name):
-                    raise StartupError(
-                        f"rank {rank.number} differs from rank 0: {name} {theirs}, not {getattr(own, name)}"
-                    )
-            shape = (message.num_cache_blocks, *place.block_shape)
+            said = checked(rank.number, message, ready(self._local))
+            place = said.spec
+            shape = (said.num_cache_blocks, *place.block_shape)
             cache = map_cache(cache_file, shape, getattr(torch, place.dtype))
         finally:
             for file in files:
                 os.close(file)
-        return KVPlane(spec=place, cache=cache[: message.num_blocks])
+        return KVPlane(spec=place, cache=cache[: said.num_blocks])
 
     def _check(self) -> None:
         """Raises `LostRankError` if one of the ranks will compute nothing any more."""

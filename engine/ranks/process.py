@@ -13,17 +13,18 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.config import EngineSettings
-from common.errors import BatonError, LostRankError
+from common.errors import BatonError, LostRankError, StartupError
 from common.logs import setup_logging
 from common.process.parent import die_with_parent
 from common.version import VERSION
 from engine.local.device import LocalDevice
 from engine.ranks.alive import RankWatch
 from engine.ranks.meeting import CACHE, Place
-from engine.ranks.messages import Channel, Done, Failed, Join, Ready, Step
+from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready, Step
 from engine.ranks.shared_cache import SharedCache
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,18 @@ def ready(device: LocalDevice) -> Ready:
         hidden_size=info.hidden_size,
         kernels=info.kernels,
     )
+
+
+def checked(number: int, message: Message, own: Ready) -> Ready:
+    """What rank `number` said of itself. Raises `StartupError` if it is not like rank 0, which says `own`."""
+    if not isinstance(message, Ready):
+        raise StartupError(f"rank {number} said {type(message).__name__}")
+    fields = {name: getattr(message, name) for name in Ready.__struct_fields__}
+    fields["spec"] = replace(message.spec, tp_rank=0)  # that of rank 0
+    for name, theirs in fields.items():
+        if theirs != getattr(own, name):
+            raise StartupError(f"rank {number} differs from rank 0: {name} {theirs}, not {getattr(own, name)}")
+    return message
 
 
 def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
