@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, Request, Route, sync_playwright
+from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
 URL, CHROMIUM, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 QUESTION = "What is the capital of Japan?"
@@ -62,7 +62,7 @@ def look_at_the_fleet(page: Page) -> None:
     page.wait_for_selector("#detail:not([hidden])")
     assert "float32" in page.locator("#detail").inner_text()
     page.click("#workers summary")
-    assert page.locator("#workers tbody tr").count() == 2
+    expect(page.locator("#workers tbody tr")).to_have_count(2)
     page.locator("#tab-fleet").focus()
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("#requests:not([hidden])")
@@ -119,7 +119,7 @@ def look_at_requests(page: Page, request_id: str) -> None:
     page.click("#tab-requests")
     page.fill("#r-text", request_id)
     page.wait_for_selector(f"tr[data-key='{request_id}'] button.id")
-    assert page.locator("#requests tbody tr").count() == 1
+    expect(page.locator("#requests tbody tr")).to_have_count(1)
     page.click(f"tr[data-key='{request_id}'] button.id")
     page.wait_for_selector("#requests .timeline svg")
     assert page.url.endswith(f"#requests/{request_id}"), page.url
@@ -148,7 +148,7 @@ def look_while_decisions_come(page: Page) -> None:
     assert page.evaluate("document.activeElement === window.link && window.link.isConnected")
     assert page.evaluate("window.selected && getSelection().toString() === window.selected")
     page.click("#decisions thead button:has-text('Prompt')")
-    assert page.locator("#decisions th[aria-sort=descending]").count() == 1
+    expect(page.locator("#decisions th[aria-sort=descending]")).to_have_count(1)
 
 
 def ask_for_a_key(browser: Browser) -> None:
@@ -214,7 +214,7 @@ def watch_a_large_fleet(browser: Browser, number: int, scheme: str) -> None:
     page.route("**/ui/events", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     page.goto(f"{URL}/ui/")
     page.wait_for_selector(".w")
-    assert page.locator("#picture .w").count() == number
+    expect(page.locator("#picture .w")).to_have_count(number)
     page.screenshot(path=FOLDER / f"fleet-{number}-{scheme}.png")
     assert not problems, problems
     page.close()
@@ -222,6 +222,7 @@ def watch_a_large_fleet(browser: Browser, number: int, scheme: str) -> None:
 
 def main() -> None:
     begin = time.monotonic()
+    expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
