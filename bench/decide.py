@@ -1,6 +1,6 @@
 """Which way of deciding serves most requests in time, on equal hardware, with traffic of a recorded trace.
 
-    python -m bench.decide TRACE                  # real processes: 25 minutes on two cores; nothing else may run
+    python -m bench.decide TRACE                  # real processes: 35 minutes on two cores; nothing else may run
     python -m bench.decide TRACE --simulated      # simulated workers, beside an oracle: 20 minutes
 
 Four ways, each with two workers (of a simulation, with `--sizes`): all of both roles, with plain chunked prefill; half
@@ -53,6 +53,8 @@ NUM_BLOCKS = 2048  # of KV, of each worker
 MAX_MODEL_LEN = 4096
 NUM_TOGETHER = 32  # requests for each worker, of which the capacity is found
 NUM_ALONE = 5  # requests of a kind, by which targets are found
+NUM_WARM = 2  # of them, which each stack gets before it is measured
+LEAST_REQUESTS = 8  # of a run: fewer say nothing
 LATE = "mixed", 1.2  # workload and load of `LATE_WAYS`
 ORACLE = "oracle"
 SHEET = "xeon-135m"  # of simulated workers
@@ -117,6 +119,9 @@ class Runs:
         ways = [*((way, own) for way in WAYS), *((way, [LATE]) for way in LATE_WAYS if args.late)]
         for repeat, (way, places) in self._progress.track([*itertools.product(range(args.repeats), ways)]):
             with stack(way, flags) as address:
+                for requests in self._alone.values():
+                    warm = [replace(one, at=0.0) for one in requests[:NUM_WARM]]
+                    asyncio.run(send(address, warm, {}))
                 for workload, load in places:
                     self._measure(address, way, workload, load, repeat)
 
@@ -137,7 +142,7 @@ class Runs:
         if key not in self._capacities:
             self._capacities[key] = self._simulation.capacity(size, requests, NUM_TOGETHER * size)
         rate = load * self._capacities[key]
-        return piece(requests, max(round(rate * self._args.seconds), 4), repeat, rate), rate
+        return piece(requests, max(round(rate * self._args.seconds), LEAST_REQUESTS), repeat, rate), rate
 
     def _add(self, size: int, workload: str, load: float, way: str, num: int, num_in_time: int, rate: float) -> Cell:
         key = size, workload, load, way
