@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,11 @@ RUDE_KEY = "rude-" * 8
 PATIENCE_S = 60.0
 OUR_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """What no client may ever see, whatever it sends."""
+RESET = "Stream removed (RST_STREAM"
+"""How the words begin that a client's gRPC library makes itself if a stream is reset; most resets become INTERNAL. At a
+call's deadline both ends end it, and the reset may be what the client sees first."""
+DEADLINE_SLACK_S = 0.5
+MAX_WORDS = 300  # of a status, in what a failed test says
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -85,17 +91,44 @@ def retry_delay_s(error: grpc.RpcError) -> float | None:
     return None
 
 
-def call(
+@dataclass(slots=True, frozen=True)
+class Ending:
+    """How a call ended, for its client."""
+
+    code: grpc.StatusCode
+    details: str = ""
+    left_s: float = 0.0  # to its deadline
+
+    @property
+    def is_our_fault(self) -> bool:
+        """False for a stream that was reset at the call's deadline: that status is of the client's own library."""
+        is_made_here = self.details.startswith(RESET) and self.left_s <= DEADLINE_SLACK_S
+        return self.code in OUR_FAULTS and not is_made_here
+
+    def __str__(self) -> str:
+        return f"{self.code.name}, {self.left_s:.1f} s before its deadline: {self.details[:MAX_WORDS]!r}"
+
+
+def ending(
     opened: grpc.Channel, path: str, data: Iterable[bytes], *, key: str | None = RUDE_KEY, timeout_s: float = 30.0
-) -> grpc.StatusCode:
-    """Sends raw messages and reads the answer to its end; how it ended."""
+) -> Ending:
+    """Sends raw messages and reads the answer to its end."""
     method = opened.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)
+    deadline = time.monotonic() + timeout_s
     try:
         for _ in method(iter(data), timeout=timeout_s, metadata=metadata(key)):
             pass
     except grpc.RpcError as error:
-        return code_of(error)
-    return grpc.StatusCode.OK
+        left_s = max(0.0, deadline - time.monotonic())
+        return Ending(code_of(error), error.details() or "", left_s)  # type: ignore[attr-defined]
+    return Ending(grpc.StatusCode.OK)
+
+
+def call(
+    opened: grpc.Channel, path: str, data: Iterable[bytes], *, key: str | None = RUDE_KEY, timeout_s: float = 30.0
+) -> grpc.StatusCode:
+    """The code of `ending`."""
+    return ending(opened, path, data, key=key, timeout_s=timeout_s).code
 
 
 def at_once(number: int, ask: Callable[[int], T], at_a_time: int = 32) -> Counter[T]:

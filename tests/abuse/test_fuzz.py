@@ -32,7 +32,7 @@ from protos.baton.v1 import (
 from protos.envoy import external_processor_pb2
 from protos.inference import open_inference_pb2
 from tests.abuse.mutate import message_of, mutated
-from tests.abuse.rude import OUR_FAULTS, RUDE_KEY, Target, call, channel, metadata
+from tests.abuse.rude import RUDE_KEY, Target, channel, ending, metadata
 from tests.abuse.vitals import Vitals
 from tests.router.envoy import request_headers
 
@@ -124,21 +124,21 @@ def test_protos(
     target: Target, vitals: Vitals, unstalled: None, fuzz_seconds: float, port: str, services: list[ServiceDescriptor]
 ) -> None:
     methods = [m for s in services for m in s.methods if m.full_name not in NOT_ASKED]
-    end, codes = time.monotonic() + fuzz_seconds / len(PORTS), Counter[grpc.StatusCode]()
+    end_at, codes = time.monotonic() + fuzz_seconds / len(PORTS), Counter[grpc.StatusCode]()
 
     def ask(seed: int) -> None:
         rng = random.Random(seed)
         method = rng.choice(methods)
         path = f"/{method.containing_service.full_name}/{method.name}"
         key = RUDE_KEY if rng.random() < 0.95 else None
-        code = call(opened, path, messages_to(rng, method, target), key=key, timeout_s=CALL_S)
-        codes[code] += 1
-        assert code not in OUR_FAULTS, f"seed {seed}: {path} ended with {code}"
-        assert code is not grpc.StatusCode.UNAVAILABLE, f"seed {seed}: {path} ended with {code}"
+        end = ending(opened, path, messages_to(rng, method, target), key=key, timeout_s=CALL_S)
+        codes[end.code] += 1
+        is_bad = end.is_our_fault or end.code is grpc.StatusCode.UNAVAILABLE
+        assert not is_bad, f"seed {seed}: {path} ended with {end}"
 
     def seeds() -> Iterator[int]:
         for seed in range(10**9):
-            if time.monotonic() >= end:
+            if time.monotonic() >= end_at:
                 return
             yield seed
 
