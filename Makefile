@@ -102,7 +102,7 @@ test-features: $(STAMP) kernels ## Test guided text, speculation, hedges, beams,
 survey-models: $(STAMP) kernels ## Compare every decoder of transformers that can be built small; writes the list of those served
 	@$(BIN)/python -m tools.verified_models --write
 
-test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks; FAULTS_ROUTERS, FAULTS_QUEUE_POLICY, FAULTS_ROLE_SHIFTS)
+test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks; FAULTS_ROUTERS, FAULTS_QUEUE_POLICY, FAULTS_ROLE_SHIFTS, FAULTS_RANKS; FAULTS_SIXTH=1 to 6: a sixth of it)
 	@$(BIN)/python -m pytest -v tests/faults
 
 test-abuse: $(STAMP) kernels ## Be rude to a real stack: each of four fuzzers for ABUSE_SECONDS (600), ABUSE_CANCELS (10000) requests cancelled

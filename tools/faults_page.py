@@ -24,7 +24,8 @@ each cell, and the two that have the request change places at its moment, so tha
 mid-[shift](roles.md). Two cells of `make test-slow`, a prefill and a decode worker that are killed, are tried with
 targets and shifts. With `CHAOS_ROLE_SHIFTS=1` workers of both roles take work of another one each second. With
 `FAULTS_RANKS=2` or `CHAOS_RANKS=2` two processes compute the model of each worker; where the tables name a rank, they
-always do.
+always do. With `FAULTS_SIXTH=1` (to 6) `make test-faults` runs a sixth of the cells: each fault of each process once,
+and together every moment.
 [architecture.md](architecture.md) says how each is noticed.
 
 After every cell, whatever it was:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.faults.matrix import CELLS, CONNECTORS, Counted, End, Fault, Process, expected
-from tests.faults.test_matrix import QUICK, cases
+from tests.faults.matrix import CELLS, CONNECTORS, Counted, End, Fault, Moment, Process, expected
+from tests.faults.test_matrix import NUM_PARTS, QUICK, cases, sixth
 from tools.faults_page import PATH, text
 
 
@@ -31,6 +31,16 @@ def test_every_possible_cell_is_tested() -> None:
     by_server = {case.cell for case in cases() if case.connector == "lmcache"}
     differing = {cell for cell in CELLS if expected(cell, "lmcache") != expected(cell, "shared_storage")}
     assert by_server >= {cell for cell in differing if expected(cell, "lmcache").end is not End.NOT_POSSIBLE}
+
+
+def test_six_parts_are_the_whole_matrix() -> None:
+    parts = [sixth(cases(), number) for number in range(1, NUM_PARTS + 1)]
+    assert {case for part in parts for case in part} == set(cases())
+    for part in parts:
+        struck = {(case.connector, case.cell.process, case.cell.fault) for case in part}
+        assert struck == {(case.connector, case.cell.process, case.cell.fault) for case in cases()}
+        assert len({(case.connector, case.cell) for case in part}) == len(struck), "one moment of each"
+        assert {case.cell.moment for case in part if case.connector == "shared_storage"} == set(Moment)
 
 
 def test_what_is_counted_fits_the_end() -> None:
