@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import StartupError
 from engine.models.base import ConfigReader
+from engine.models.config_classes import find_config_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,14 +55,13 @@ def read_hf_config(
     of other architectures, which are refused here if they are set. Raises `StartupError` with one line that names a
     flag.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     for name in _REFUSED:
         if config.get(name):
             raise StartupError(f"config.json: {name} is not supported; take a checkpoint without it")
-    config_class = CONFIG_MAPPING[model_type]
+    config_class = find_config_class(model_type)
     try:
         raw = config_class.from_dict(dict(config))
         plain = config_class()

@@ -14,6 +14,7 @@ from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.loading.checkpoints.own_head import has_own_head
 from engine.models.base import CausalLM, ConfigReader
+from engine.models.config_classes import find_config_class
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
 from engine.models.leftovers import is_leftover
@@ -142,8 +143,6 @@ def _with_floats(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     quantized = config.get("quantization_config")
     if quantized and not is_mxfp4(config):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
@@ -152,7 +151,7 @@ def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
             "that runs on transformers' code, but for mxfp4; take a checkpoint without it"
         )
     try:
-        result = CONFIG_MAPPING[str(config["model_type"])].from_dict(_with_floats(config))
+        result = find_config_class(str(config["model_type"])).from_dict(_with_floats(config))
     except Exception as error:  # of many classes, some of them private
         raise StartupError(f"config.json: {' '.join(str(error).split())}") from error
     return result

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from common.errors import StartupError
 from common.model_files import ModelFiles, read_safetensors_header
 from engine.loading.checkpoints.hf_quantized import QUANTIZATION_KEYS
+from engine.models.config_classes import find_config_class
 from engine.models.families import FAMILIES
 
 COMPOSITES = frozenset(
@@ -71,10 +72,8 @@ def _is_untied(config: Mapping[str, object]) -> bool:
 def _text_part(config: Mapping[str, object]) -> dict[str, object]:
     """The text part's config, with the defaults that the composite's class of transformers gives it: old files have no
     text_config."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     try:
-        composite = CONFIG_MAPPING[str(config.get("model_type"))].from_dict(dict(config))
+        composite = find_config_class(str(config.get("model_type"))).from_dict(dict(config))
         part: dict[str, object] = composite.text_config.to_dict()
     except Exception as error:  # of many classes, some of them private
         raise StartupError(f"config.json: {' '.join(str(error).split())}") from error
