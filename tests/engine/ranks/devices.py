@@ -6,21 +6,25 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
+
+import msgspec
+import torch
 
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
-from engine.device import Device
+from engine.device import Device, do_nothing
 from engine.ranks import process
 from engine.ranks.device import RankedDevice
 from engine.ranks.launch import Rank
-from engine.ranks.messages import Channel, Join
+from engine.ranks.messages import Channel, Join, Message, Ready
 from engine.step import Draw, LogitEdits, Scoring, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.registry import create_connector
@@ -131,3 +135,35 @@ def rows() -> list[StepRow]:
 
 def ids(tokens: list[SampledToken | None]) -> list[int | None]:
     return [None if token is None else token.token_id for token in tokens]
+
+
+@contextmanager
+def staged(model: Path, num_stages: int, num_ranks: int = 1, **changes: object) -> Iterator[RankedDevice]:
+    """Each stage has so many ranks."""
+    with ranked(model, num_ranks, pipeline_parallel_size=num_stages, **changes) as device:
+        for plane in device.planes():  # reading a slot that was never written shows
+            torch.as_tensor(plane.cache).fill_(float("nan"))
+        yield device
+
+
+class OldChannel(Channel):
+    """Of a rank of another release."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def receive(self) -> tuple[Message, list[int]]:
+        return self._channel.receive()
+
+    def send(self, message: Message, files: Sequence[int] = (), while_full: Callable[[], None] = do_nothing) -> None:
+        if isinstance(message, Ready):
+            message = msgspec.structs.replace(message, release="0.0.1")
+        self._channel.send(message, files, while_full)
+
+
+def repeat(work: Callable[[], object]) -> None:
+    """Until it raises something."""
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        work()
+        time.sleep(0.02)

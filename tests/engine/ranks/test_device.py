@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,46 +16,24 @@ from common.errors import ConfigError, LostRankError, StartupError
 from common.logs import setup_logging
 from common.model_files import open_model
 from engine.device import do_nothing
-from engine.device_thread import DeviceThread
 from engine.devices import open_device
 from engine.local.device import LocalDevice
 from engine.local.memory import weight_bytes
 from engine.ranks import process
 from engine.ranks.device import RankedDevice
-from engine.ranks.launch import Rank, join_of_rank, start_rank
-from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready, Step
+from engine.ranks.launch import join_of_rank
+from engine.ranks.messages import Channel, Done, Failed, Join, Message, Step
 from engine.ranks.shared_memory import exchange_library
 from engine.step import StepInput
-from tests.engine.ranks.devices import answers, ids, in_threads, ranked, rows, settings_of
+from tests.engine.ranks.devices import OldChannel, answers, ids, in_threads, ranked, repeat, rows, settings_of
 from tests.engine.tiny_models import FAMILIES, make_model
 
 pytestmark = pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "shared_by_ranks")
-
-
-@pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "mixture", {**FAMILIES["mixtral"], "sliding_window": None})
-
-
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
-def test_answers_are_those_of_one_rank(model: Path, num_ranks: int, mode: str) -> None:
-    """Chunks, batches, blocks found again, requests that give their blocks up and come back, steps that begin before
-    others have ended."""
-    changes = {"num_blocks": 9, "preemption_mode": mode, "swap_space_gb": 0.01, "host_cache_gb": 0.001}
-    settings = settings_of(1, **changes)
-    wanted, _ = answers(LocalDevice(model, settings), settings)
-    with ranked(model, num_ranks, **changes) as device:
-        thread = DeviceThread(device)
-        given, num_preemptions = answers(thread, settings_of(num_ranks, run_ahead=True, **changes))
-        thread.close()
-    assert given == wanted
-    assert num_preemptions > 0
 
 
 @pytest.mark.slow
@@ -150,30 +126,6 @@ def test_a_rank_logs_as_rank_0_does(
     assert (line["process"], line["message"]) == ("rank 1", "it serves")
 
 
-class OldChannel(Channel):
-    """Of a rank of another release."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def receive(self) -> tuple[Message, list[int]]:
-        return self._channel.receive()
-
-    def send(self, message: Message, files: Sequence[int] = (), while_full: Callable[[], None] = do_nothing) -> None:
-        if isinstance(message, Ready):
-            message = msgspec.structs.replace(message, release="0.0.1")
-        self._channel.send(message, files, while_full)
-
-
-@pytest.mark.slow
-def test_a_rank_of_another_release_is_named(model: Path) -> None:
-    def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
-        process.serve(OldChannel(channel), join, files)
-
-    with pytest.raises(StartupError, match=r"^rank 1 differs from rank 0: release 0\.0\.1, not "):
-        RankedDevice(model, settings_of(2), in_threads(serve))
-
-
 def test_a_rank_that_fails_in_a_step_ends_the_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ranked(model, 2) as device:
         compute, main = LocalDevice._compute, threading.current_thread()
@@ -201,14 +153,6 @@ class LeavingChannel(OldChannel):
     def send(self, message: Message, files: Sequence[int] = (), while_full: Callable[[], None] = do_nothing) -> None:
         self._is_last = isinstance(message, Done)
         self._channel.send(message, files, while_full)
-
-
-def repeat(work: Callable[[], object]) -> None:
-    """Until it raises something."""
-    give_up = time.monotonic() + 60
-    while time.monotonic() < give_up:
-        work()
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -268,48 +212,6 @@ def test_a_large_step_comes_in_parts() -> None:
         sending.join()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": "simulated"}, "a simulated device takes the time that --simulated-time says"),
-        ({"speculation": "another-model"}, "does not go with a draft model: take --speculation none or ngram"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused_by_name(model: Path, changes: dict[str, object], reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_device(model, settings_of(2, **changes))
-    assert caught.value.message == f"--tensor-parallel-size: {reason}"
-
-
 def test_heads_that_cannot_be_shared_are_named(model: Path) -> None:
     with pytest.raises(StartupError, match=r"^--tensor-parallel-size 3 does not divide 4 attention heads$"):
         RankedDevice(model, settings_of(3), in_threads())
-
-
-def test_a_command_of_one_process_says_so(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--tensor-parallel-size: is for workers"):
-        LocalDevice(model, settings_of(2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("is_idle", [False, True])
-def test_real_processes(model: Path, signum: signal.Signals, is_idle: bool) -> None:
-    pids: list[int] = []
-
-    def start(number: int, num_threads: int) -> Rank:
-        rank = start_rank(number, num_threads)
-        pids.append(rank.process.pid)
-        return rank
-
-    settings = settings_of(2)
-    wanted, _ = answers(LocalDevice(model, settings_of(1)), settings_of(1))
-    device = RankedDevice(model, settings, start)
-    given, _ = answers(device, settings)
-    assert given == wanted
-    os.kill(pids[0], signum)
-    what = "has ended" if signum == signal.SIGKILL else "was stopped by a signal"
-    with pytest.raises(LostRankError, match=rf"^rank 1 \(process {pids[0]}\) {what}$"):
-        repeat(device.check_alive if is_idle else lambda: device.compute(rows()))
-    device.close()
-    assert not Path(f"/proc/{pids[0]}").exists()

@@ -5,84 +5,34 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.errors import ConfigError, LostRankError, StartupError
+from common.errors import LostRankError, StartupError
 from common.model_files import open_model, read_safetensors_header
 from common.sampling import SamplingParams
 from engine.device import Device
-from engine.device_thread import DeviceThread
-from engine.devices import open_device
 from engine.loading.weights import load_weights
 from engine.local.device import LocalDevice
 from engine.models.decoder import Decoder
 from engine.models.registry import build_model
 from engine.models.stage import Stage
-from engine.ranks import process
 from engine.ranks.device import RankedDevice
-from engine.ranks.launch import Rank, start_rank
 from engine.ranks.link import SocketLink
-from engine.ranks.messages import Channel, Join
 from engine.ranks.shared_memory import exchange_library
 from engine.sampling.draws import draw
 from engine.step import Drawn, StepInput, StepRow
 from tests.engine.kernels.variants import ALL
-from tests.engine.ranks.devices import answers, ids, in_threads, ranked, rows, settings_of
-from tests.engine.ranks.test_device import OldChannel, repeat
+from tests.engine.ranks.devices import answers, ids, in_threads, rows, settings_of, staged
 from tests.engine.tiny_models import FAMILIES, SHAPES, advance, make_model, random_sequences
 
 pytestmark = pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
 
 LIKELIEST = draw(SamplingParams(temperature=0.0), 0)
 TOLERANCE = 2e-4  # of float32 logprobs, as between a family and transformers
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five layers: stages have unlike numbers of them."""
-    path = tmp_path_factory.mktemp("models") / "of_stages"
-    return make_model(path, {"num_hidden_layers": 5, "tie_word_embeddings": True})
-
-
-@pytest.fixture
-def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step has several micro-batches, although tests are short."""
-    monkeypatch.setattr("engine.ranks.pipeline.MICRO_BATCH_TOKENS", 6)
-
-
-@contextmanager
-def staged(model: Path, num_stages: int, num_ranks: int = 1, **changes: object) -> Iterator[RankedDevice]:
-    with ranked(model, num_ranks, pipeline_parallel_size=num_stages, **changes) as device:
-        for plane in device.planes():  # reading a slot that was never written shows
-            torch.as_tensor(plane.cache).fill_(float("nan"))
-        yield device
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_ranks"),
-    [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 1), (4, 1), (2, 2)))],
-)
-@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
-@pytest.mark.usefixtures("short_parts")
-def test_answers_are_those_of_one_process(model: Path, num_stages: int, num_ranks: int, mode: str) -> None:
-    """Chunks, batches, blocks found again, requests that give their blocks up and come back, steps that begin before
-    others have ended."""
-    changes = {"num_blocks": 9, "preemption_mode": mode, "swap_space_gb": 0.01, "host_cache_gb": 0.001}
-    settings = settings_of(1, **changes)
-    wanted, _ = answers(LocalDevice(model, settings), settings)
-    with staged(model, num_stages, num_ranks, **changes) as device:
-        thread = DeviceThread(device)
-        given, num_preemptions = answers(thread, settings_of(num_ranks, run_ahead=True, **changes))
-        thread.close()
-    assert given == wanted
-    assert num_preemptions > 0
 
 
 @pytest.mark.slow
@@ -243,30 +193,12 @@ def test_a_stage_refuses_tensors_that_no_stage_knows(model: Path, tmp_path: Path
             one.load(open_model(path), None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": "simulated"}, "a simulated device takes the time that --simulated-time says"),
-        ({"speculation": "another-model"}, "does not go with a draft model: take --speculation none or ngram"),
-    ],
-)
-def test_what_stages_cannot_do_is_refused_by_name(model: Path, changes: dict[str, object], reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_device(model, settings_of(1, pipeline_parallel_size=2, **changes))
-    assert caught.value.message == f"--pipeline-parallel-size: {reason}"
-
-
 def test_models_that_have_no_such_stages_are_named(model: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"--pipeline-parallel-size 6 leaves a stage without any of 5 layers$"):
         RankedDevice(model, settings_of(1, pipeline_parallel_size=6), in_threads())
     other = make_model(tmp_path / "neox", {"model_type": "gpt_neox", "tie_word_embeddings": False})
     with pytest.raises(StartupError, match=r"-size 2: model type gpt_neox runs on transformers' code, which has no st"):
         RankedDevice(other, settings_of(1, pipeline_parallel_size=2), in_threads())
-
-
-def test_a_command_of_one_process_says_so(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--pipeline-parallel-size: is for workers"):
-        LocalDevice(model, settings_of(1, pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize("victim", [1, 2])
@@ -286,15 +218,6 @@ def test_a_stage_that_fails_in_a_step_is_named(model: Path, victim: int, monkeyp
             device.compute(rows())
 
 
-@pytest.mark.slow
-def test_a_stage_of_another_release_is_named(model: Path) -> None:
-    def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
-        process.serve(OldChannel(channel) if join.rank == 2 else channel, join, files)
-
-    with pytest.raises(StartupError, match=r"^rank 2 differs from rank 0: release 0\.0\.1, not "):
-        RankedDevice(model, settings_of(1, pipeline_parallel_size=3), in_threads(serve))
-
-
 def sockets() -> int:
     links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
     return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
@@ -307,30 +230,3 @@ def test_no_socket_and_no_thread_is_left(model: Path) -> None:
         assert sockets() > before
     assert sockets() == before
     assert not any(thread.name == "hidden states" for thread in threading.enumerate())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", [1, 2])
-@pytest.mark.parametrize("is_idle", [False, True])
-def test_real_processes(model: Path, signum: signal.Signals, victim: int, is_idle: bool) -> None:
-    pids: list[int] = []
-
-    def start(number: int, num_threads: int) -> Rank:
-        rank = start_rank(number, num_threads)
-        pids.append(rank.process.pid)
-        return rank
-
-    changes = {"pipeline_parallel_size": 3}
-    wanted, _ = answers(LocalDevice(model, settings_of(1)), settings_of(1))
-    device = RankedDevice(model, settings_of(1, **changes), start)
-    given, _ = answers(device, settings_of(1))
-    assert given == wanted
-    pid = pids[victim - 1]
-    os.kill(pid, signum)
-    what = "has ended" if signum == signal.SIGKILL else "was stopped by a signal"
-    work: Callable[[], object] = device.check_alive if is_idle else lambda: device.compute(rows())
-    with pytest.raises(LostRankError, match=rf"^rank {victim} \(process {pid}\) {what}$"):
-        repeat(work)
-    device.close()
-    assert not any(Path(f"/proc/{one}").exists() for one in pids)
