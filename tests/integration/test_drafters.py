@@ -1,6 +1,7 @@
-"""1P1D whose decode worker has a draft model: no answer changes, and what was guessed is counted.
+"""1P1D whose decode worker has a draft model, or an EAGLE head: no answer changes, and what was guessed is counted.
 
-The model is the draft model with layers that change nothing: it costs more, and draws the same tokens.
+The draft model guesses for one with further layers that change nothing: it costs more, and draws the same tokens. The
+head is fitted to the answers: the prompts' states are on the prefill worker, which loads no head.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from baton.client.report import Result
 from baton.client.sync_client import Answer
 from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
+from tests.engine import eagle_heads
 from tests.faults import watch
 from tests.integration.ask import Salt
 from tests.integration.stack import Fleet, Member, running, wait_for
@@ -25,7 +27,7 @@ from tests.integration.stack import Fleet, Member, running, wait_for
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 NUM_LAYERS = 4  # of the draft model
-NUM_TOKENS = 60
+HIDDEN = 64  # of the model that the head is for
 PROMPTS = [random_prompt(random.Random(number), length) for number, length in enumerate((90, 35, 200))]
 NAME = "baton_worker_draft_tokens_total"
 
@@ -33,7 +35,9 @@ NAME = "baton_worker_draft_tokens_total"
 @dataclass(slots=True, frozen=True)
 class Place:
     fleet: Fleet
-    model: LlamaForCausalLM
+    wanted: list[list[int]]  # greedy answers by transformers, each up to a tie
+    num_tokens: int  # of each answer that is asked for
+    guesses_draws: bool  # the head is fitted to the greedy answers alone
 
     def member(self, role: str) -> Member:
         return next(member for member in self.fleet.members if member.role == role)
@@ -55,47 +59,56 @@ class Place:
         wait_for("all guesses are counted", lambda: self.counts() == wanted)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    folder = tmp_path_factory.mktemp("draft")
-    write_tiny_model(folder / "draft", num_layers=NUM_LAYERS)
-    write_tiny_model(folder / "model", num_layers=4 * NUM_LAYERS)
-    model = write_longer(folder / "draft", folder / "model")
-    flags = (f"--model={folder / 'model'}", f"--speculation={folder / 'draft'}")
+@pytest.fixture(scope="module", params=["draft model", "EAGLE head"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder, has_model = tmp_path_factory.mktemp("drafter"), request.param == "draft model"
+    num_tokens = 60 if has_model else 50
+    if has_model:
+        model = write_draft_model(folder)
+    else:
+        write_tiny_model(folder / "model", hidden_size=HIDDEN)
+        model = eagle_heads.load(folder / "model")
+    wanted = [reference_answer(model, prompt, num_tokens, temperature=0, seed=0) for prompt in PROMPTS]
+    if not has_model:
+        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, wanted, strict=True)]
+        weights = eagle_heads.right_weights(model, texts, [len(prompt) for prompt in PROMPTS])
+        eagle_heads.write(folder / "drafter", weights, eagle_heads.head_config(HIDDEN), file="pytorch_model.bin")
+    flags = (f"--model={folder / 'model'}", f"--speculation={folder / 'drafter'}")
     fleet = Fleet(folder, *flags, prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
     with running(fleet):
-        yield Place(fleet, model)
+        yield Place(fleet, wanted, num_tokens, guesses_draws=has_model)
 
 
-def write_longer(draft_dir: Path, model_dir: Path) -> LlamaForCausalLM:
-    """Gives the model of `model_dir` the other one's weights, and zeros where its further layers write."""
-    draft = LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32)
-    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+def write_draft_model(folder: Path) -> LlamaForCausalLM:
+    """Writes a draft model and a model of its weights, with zeros where the further layers write. Returns the model."""
+    write_tiny_model(folder / "drafter", num_layers=NUM_LAYERS)
+    write_tiny_model(folder / "model", num_layers=4 * NUM_LAYERS)
+    draft = LlamaForCausalLM.from_pretrained(folder / "drafter", dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     model.load_state_dict(draft.state_dict(), strict=False)
     for layer in model.model.layers[NUM_LAYERS:]:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    model.save_pretrained(model_dir)
+    model.save_pretrained(folder / "model")
     return model
 
 
 def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, salt: Salt) -> None:
     before = place.counts()
-    options: SamplingOptions = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    options: SamplingOptions = {"temperature": 0.0, "max_tokens": place.num_tokens, "ignore_eos": True}
     answers = []
     with place.fleet.client() as client:
-        for prompt in PROMPTS:
+        for prompt, wanted in zip(PROMPTS, place.wanted, strict=True):
             guessed, plain = (
                 client.generate(prompt, speculate=speculate, cache_salt=salt(), **options).result()
                 for speculate in (True, False)
             )
             assert guessed.token_ids == plain.token_ids
-            wanted = reference_answer(place.model, prompt, NUM_TOKENS, temperature=0, seed=0)
             assert list(guessed.token_ids)[: len(wanted)] == wanted
-            assert len(wanted) > NUM_TOKENS // 2  # the rest, if any, follows a tie
+            assert len(wanted) > place.num_tokens // 2  # the rest, if any, follows a tie
             assert guessed.report.prefill_worker == place.member("prefill").address
             assert guessed.report.num_blocks_moved
-            assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > NUM_TOKENS // 3
+            assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > place.num_tokens // 3
             assert plain.report.num_drafted_tokens == 0
             answers.append(guessed)
     place.wait_for_counts(before, answers)
@@ -104,7 +117,7 @@ def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, sa
 
 def test_drawn_answers_are_the_same_side_by_side(place: Place, salt: Salt) -> None:
     before = place.counts()
-    options: SamplingOptions = {"temperature": 0.8, "top_k": 2, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    options: SamplingOptions = {"temperature": 0.8, "top_k": 2, "max_tokens": place.num_tokens, "ignore_eos": True}
     with place.fleet.client() as client:
 
         def ask(speculate: bool) -> Answer:
@@ -117,6 +130,7 @@ def test_drawn_answers_are_the_same_side_by_side(place: Place, salt: Salt) -> No
     wanted = [one.token_ids for one in plain]
     assert [one.token_ids for one in guessed] == wanted
     assert [one.token_ids for one in guessed_too] == wanted
-    assert sum(one.report.num_accepted_tokens for one in guessed) > 0
+    assert sum(one.report.num_drafted_tokens for one in guessed) > 0
+    assert not place.guesses_draws or sum(one.report.num_accepted_tokens for one in guessed) > 0
     assert sum(one.report.num_drafted_tokens for one in plain) == 0
     place.wait_for_counts(before, [*guessed, *guessed_too])
