@@ -27,7 +27,8 @@ from tests.integration.stack import Fleet, Member, running, wait_for
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 NUM_LAYERS = 4  # of the draft model
-HIDDEN = 64  # of the model that the head is for
+HIDDEN = 128  # of the model that the head is for: more than half as many as all answers have tokens
+NUM_TOKENS = 60
 PROMPTS = [random_prompt(random.Random(number), length) for number, length in enumerate((90, 35, 200))]
 NAME = "baton_worker_draft_tokens_total"
 
@@ -36,7 +37,6 @@ NAME = "baton_worker_draft_tokens_total"
 class Place:
     fleet: Fleet
     wanted: list[list[int]]  # greedy answers by transformers, each up to a tie
-    num_tokens: int  # of each answer that is asked for
     guesses_draws: bool  # the head is fitted to the greedy answers alone
 
     def member(self, role: str) -> Member:
@@ -62,13 +62,12 @@ class Place:
 @pytest.fixture(scope="module", params=["draft model", "EAGLE head"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder, has_model = tmp_path_factory.mktemp("drafter"), request.param == "draft model"
-    num_tokens = 60 if has_model else 50
     if has_model:
         model = write_draft_model(folder)
     else:
         write_tiny_model(folder / "model", hidden_size=HIDDEN)
         model = eagle_heads.load(folder / "model")
-    wanted = [reference_answer(model, prompt, num_tokens, temperature=0, seed=0) for prompt in PROMPTS]
+    wanted = [reference_answer(model, prompt, NUM_TOKENS, temperature=0, seed=0) for prompt in PROMPTS]
     if not has_model:
         texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, wanted, strict=True)]
         weights = eagle_heads.right_weights(model, texts, [len(prompt) for prompt in PROMPTS])
@@ -76,7 +75,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     flags = (f"--model={folder / 'model'}", f"--speculation={folder / 'drafter'}")
     fleet = Fleet(folder, *flags, prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
     with running(fleet):
-        yield Place(fleet, wanted, num_tokens, guesses_draws=has_model)
+        yield Place(fleet, wanted, guesses_draws=has_model)
 
 
 def write_draft_model(folder: Path) -> LlamaForCausalLM:
@@ -95,7 +94,7 @@ def write_draft_model(folder: Path) -> LlamaForCausalLM:
 
 def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, salt: Salt) -> None:
     before = place.counts()
-    options: SamplingOptions = {"temperature": 0.0, "max_tokens": place.num_tokens, "ignore_eos": True}
+    options: SamplingOptions = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     answers = []
     with place.fleet.client() as client:
         for prompt, wanted in zip(PROMPTS, place.wanted, strict=True):
@@ -105,10 +104,10 @@ def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, sa
             )
             assert guessed.token_ids == plain.token_ids
             assert list(guessed.token_ids)[: len(wanted)] == wanted
-            assert len(wanted) > place.num_tokens // 2  # the rest, if any, follows a tie
+            assert len(wanted) > NUM_TOKENS // 2  # the rest, if any, follows a tie
             assert guessed.report.prefill_worker == place.member("prefill").address
             assert guessed.report.num_blocks_moved
-            assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > place.num_tokens // 3
+            assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > NUM_TOKENS // 3
             assert plain.report.num_drafted_tokens == 0
             answers.append(guessed)
     place.wait_for_counts(before, answers)
@@ -117,7 +116,7 @@ def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, sa
 
 def test_drawn_answers_are_the_same_side_by_side(place: Place, salt: Salt) -> None:
     before = place.counts()
-    options: SamplingOptions = {"temperature": 0.8, "top_k": 2, "max_tokens": place.num_tokens, "ignore_eos": True}
+    options: SamplingOptions = {"temperature": 0.8, "top_k": 2, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with place.fleet.client() as client:
 
         def ask(speculate: bool) -> Answer:
