@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := baton bench common decode_service engine kv_store prefill_service router simulation text worker
 SOURCES := $(PACKAGES) protos tests tools
+# Of the tests, those whose types are checked.
+TYPED_TESTS := $(addprefix tests/,chaos newcomer simulation soak support)
 
 # Byte code is kept, whatever the environment says: tests start some hundred processes, and each would compile all files.
 export PYTHONDONTWRITEBYTECODE :=
@@ -125,7 +127,7 @@ format-check: $(STAMP) ## Say what is not formatted
 	@$(BIN)/ruff format --check $(SOURCES)
 
 types: $(STAMP) ## Check the types (mypy, strict)
-	@$(BIN)/mypy $(PACKAGES) tools tests/support protos/convert.py protos/generate.py protos/messages.py
+	@$(BIN)/mypy $(PACKAGES) tools $(TYPED_TESTS) protos/convert.py protos/generate.py protos/messages.py
 
 imports: $(STAMP) ## Check who imports whom (import-linter)
 	@$(BIN)/lint-imports
