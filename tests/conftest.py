@@ -38,6 +38,8 @@ TIERS = {
     # `make test-slow` (kernels, models).
     "kernels": ("engine/kernels", "engine/test_sampler.py", "integration/test_kernels.py"),
     "models": (
+        "engine/ranks/test_sharded_models.py",
+        "engine/ranks/test_staged_models.py",
         "engine/test_embeddings.py",
         "engine/test_model_embedded.py",
         "engine/test_model_engine.py",
@@ -52,6 +54,7 @@ TIERS = {
     ),
     "features": (
         "baton/test_beam_search.py",
+        "baton/test_tune_confirm.py",
         "bench",
         "engine/test_guided_text.py",
         "engine/test_prompt_scores.py",
@@ -70,6 +73,7 @@ TIERS = {
         "integration/test_speculation.py",
         "router/processes",
         "router/test_every_parameter.py",
+        "simulation",
     ),
 }
 """Folders and files whose tests carry the tier's name as a marker.
