@@ -81,6 +81,19 @@ class Release:
         name = f"deployment/{self.name}-{component}"
         return int(self.cluster.kubectl("-n", self.namespace, "get", name, "-o", "jsonpath={.spec.replicas}"))
 
+    def read_by_hpa(self, component: str) -> dict[str, tuple[dict[str, str], str]]:
+        """What the component's HPA has read last: selector and value per pod, by metric. What it could not read is
+        left out."""
+        name = f"hpa/{self.name}-{component}"
+        hpa = json.loads(self.cluster.kubectl("-n", self.namespace, "get", name, "-o", "json"))
+        found = {}
+        for one in hpa["status"].get("currentMetrics") or ():
+            if "external" not in one:  # it could not be read, and says nothing
+                continue
+            metric, value = one["external"]["metric"], one["external"]["current"].get("averageValue", "")
+            found[metric["name"]] = metric.get("selector", {}).get("matchLabels", {}), value
+        return found
+
 
 def inventory(cluster: Kubectl) -> set[str]:
     """Every object of the cluster, as `Kind namespace/name`, but for what the cluster makes by itself at any time."""

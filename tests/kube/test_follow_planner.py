@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 
@@ -37,24 +36,12 @@ def release(local_cluster: Cluster) -> Iterator[Release]:
     release.remove()
 
 
-def _read_by_hpa(release: Release, role: str) -> dict[str, tuple[dict[str, str], str]]:
-    """What the controller has read last: selector and value per pod, by metric. What it could not read is left out."""
-    hpa = json.loads(release.cluster.kubectl("-n", NAMESPACE, "get", "hpa", f"baton-{role}", "-o", "json"))
-    found = {}
-    for one in hpa["status"].get("currentMetrics") or ():
-        if "external" not in one:  # it could not be read, and says nothing
-            continue
-        metric, value = one["external"]["metric"], one["external"]["current"].get("averageValue", "")
-        found[metric["name"]] = metric.get("selector", {}).get("matchLabels", {}), value
-    return found
-
-
 def test_replicas_stay_while_the_planner_wants_them(release: Release, local_cluster: Cluster) -> None:
     for role in ("prefill", "decode"):
         one = {"role": role}, "1"
         wait_until(
             "the planner's wish",
-            lambda role=role, one=one: _read_by_hpa(release, role).get("baton_desired_replicas") == one,  # type: ignore[misc]
+            lambda role=role, one=one: release.read_by_hpa(role).get("baton_desired_replicas") == one,  # type: ignore[misc]
             120,
         )
     with busy(
@@ -65,7 +52,7 @@ def test_replicas_stay_while_the_planner_wants_them(release: Release, local_clus
         assert release.replicas("prefill") == 1
     ended = time.monotonic()
     wait_until(
-        "no requests", lambda: _read_by_hpa(release, "decode").get("baton_decode_requests", ({}, ""))[1] == "0", 60
+        "no requests", lambda: release.read_by_hpa("decode").get("baton_decode_requests", ({}, ""))[1] == "0", 60
     )
     assert release.replicas("decode") == 2, "its own signals want one; the planner still wants two"
     wait_until("one decode worker", lambda: release.replicas("decode") == 1, 240)
