@@ -22,9 +22,10 @@ from enum import StrEnum
 MAX_RESIDUAL = math.log(2.0)
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepShape:
-    """The sums of a step that its time depends on. Tokens, unless said otherwise."""
+    """The sums of a step that its time depends on. Tokens, unless said otherwise. Not to be changed: frozen ones take
+    three times as long to make, and each step and each routing decision makes some."""
 
     num_decodes: int = 0  # rows of one new token
     decode_context: int = 0  # that these rows attend to, their new token included
@@ -104,14 +105,12 @@ class Table:
 
     def at(self, count: float) -> float:
         knots, seconds = self.knots, self.seconds
-        place = bisect_right(knots, count)
-        if place == len(knots):
-            return seconds[-1] + (count - knots[-1]) * self.last_slope
-        if place == 0:
+        if not (place := bisect_right(knots, count)):
             return seconds[0]
-        low = knots[place - 1]
-        share = (count - low) / (knots[place] - low)
-        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+        low, start = knots[place - 1], seconds[place - 1]
+        if place == len(knots):
+            return start + (count - low) * self.last_slope
+        return start + (count - low) / (knots[place] - low) * (seconds[place] - start)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -211,24 +210,6 @@ class BatchTime:
             seconds *= math.exp(regime.residual(num_decodes, context))
         return seconds
 
-    def chunk_seconds(self, new: int, past: int, beside: StepShape = NO_DECODES) -> float:
-        """`seconds` of `chunk_shape`, in a quarter of the time: a router asks for some twenty a decision."""
-        regime = self.regimes[Regime.MIXED if beside.num_decodes else Regime.PREFILL]
-        context, longest, pairs, before, chunks = regime.coefficients[:5]
-        num_tokens, num_pairs = beside.num_decodes + new, new * past + new * (new + 1) // 2
-        seconds = (
-            regime.layers.at(num_tokens)
-            + regime.head.at(beside.num_head_rows + 1)
-            + context * beside.decode_context
-            + longest * beside.longest_context
-            + pairs * num_pairs
-            + before * past
-            + chunks
-        )
-        if regime.residuals:
-            seconds *= math.exp(regime.residual(num_tokens, beside.decode_context + num_pairs))
-        return seconds
-
     def tokens_within(self, seconds: float, shape: StepShape, past: int, most: int) -> int:
         """How many further tokens of one prompt, of which `past` are computed, a step of `shape` may take so that nine
         in ten such steps end within `seconds`: 0 to `most`. The prompt's last token draws nothing yet."""
@@ -254,21 +235,25 @@ class BatchTime:
         def fits(new: int) -> bool:
             return layers.at(num_tokens + new) + pairs * (new * past + new * (new + 1) * 0.5) <= left
 
-        if most < 1 or not fits(1):
-            return 0
-        if fits(most):
-            return most
-        low, high = 1, most  # `low` fits, `high` does not
-        knots = layers.knots
-        first, last = bisect_right(knots, num_tokens + 1), bisect_left(knots, num_tokens + most)
+        if most < 1 or fits(most):
+            return max(most, 0)
+        # `low` fits, or is none, and `high` does not. Of the knots between them, those whose table alone is above
+        # `left` do not fit, and mostly the one before these does.
+        low, high, knots = 0, most, layers.knots
+        first, last = bisect_right(knots, num_tokens), bisect_left(knots, num_tokens + most)
+        if (above := bisect_right(layers.seconds, left, first, last)) < last:
+            last, high = above, math.ceil(knots[above]) - num_tokens
+        middle = last - 1
         while first < last:
-            middle = (first + last) // 2
             new = int(knot := knots[middle]) - num_tokens
             at = layers.seconds[middle] if num_tokens + new == knot else layers.at(num_tokens + new)
             if at + pairs * (new * past + new * (new + 1) * 0.5) <= left:
                 low, first = new, middle + 1
             else:
                 high, last = new, middle
+            middle = (first + last) // 2
+        if high <= low + 1:
+            return low
         # No knot lies between them, so that the time there is a quadratic of the number of tokens.
         start = layers.at(num_tokens + low)
         slope = (layers.at(num_tokens + high) - start) / (high - low)
@@ -285,3 +270,38 @@ class BatchTime:
         if not shape.num_chunks:
             return self.regimes[Regime.DECODE]
         return self.regimes[Regime.MIXED if shape.num_decodes else Regime.PREFILL]
+
+
+MAX_KEPT_CHUNKS = 256
+
+
+class ChunkTime:
+    """Seconds of steps that compute one chunk of a prompt beside the same decodes, those of `chunk_shape`: quicker than
+    `BatchTime.seconds` several times, since a router asks for some twenty a decision."""
+
+    __slots__ = ("_context", "_fixed_s", "_kept", "_layers", "_num_decodes", "_pair_s", "_past_s", "_regime")
+
+    def __init__(self, time: BatchTime, num_decodes: int = 0, context: int = 0, longest: int = 0) -> None:
+        """The decodes are those of `BatchTime.decode_seconds`, and draw nothing by chance."""
+        self._regime = regime = time.regimes[Regime.MIXED if num_decodes else Regime.PREFILL]
+        context_s, longest_s, self._pair_s, self._past_s, chunk_s = regime.coefficients[:5]
+        self._layers, self._num_decodes, self._context = regime.layers, num_decodes, context
+        self._fixed_s = regime.head.at(num_decodes + 1) + context_s * context + longest_s * longest + chunk_s
+        self._kept: dict[tuple[int, int], float] = {}
+
+    def seconds(self, new: int, past: int) -> float:
+        """With `new` tokens of the prompt behind `past` computed ones."""
+        num_tokens, num_pairs = self._num_decodes + new, new * past + new * (new + 1) // 2
+        seconds = self._layers.at(num_tokens) + self._pair_s * num_pairs + self._past_s * past + self._fixed_s
+        if self._regime.residuals:
+            seconds *= math.exp(self._regime.residual(num_tokens, self._context + num_pairs))
+        return seconds
+
+    def kept_seconds(self, new: int, past: int) -> float:
+        """`seconds` of a chunk that many prompts have: a full one."""
+        name = new, past
+        if (kept := self._kept.get(name)) is None:
+            if len(self._kept) >= MAX_KEPT_CHUNKS:
+                self._kept.clear()
+            kept = self._kept[name] = self.seconds(new, past)
+        return kept

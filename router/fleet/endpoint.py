@@ -46,11 +46,11 @@ class Endpoint:
 
     @property
     def can_prefill(self) -> bool:
-        return self.role in (WorkerRole.PREFILL, WorkerRole.BOTH)
+        return self.role is not WorkerRole.DECODE
 
     @property
     def can_decode(self) -> bool:
-        return self.role in (WorkerRole.DECODE, WorkerRole.BOTH)
+        return self.role is not WorkerRole.PREFILL
 
     @property
     def may_go_on_decoding(self) -> bool:

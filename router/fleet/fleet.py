@@ -52,19 +52,21 @@ class Order:
 class Group:
     """Workers that differ in nothing but their load, by position."""
 
-    __slots__ = ("_orders", "_totals", "endpoints", "example")
+    __slots__ = ("_orders", "_positions", "_totals", "endpoints", "example")
 
     def __init__(self, example: Endpoint) -> None:
         self.example = example  # stands for all: its load says nothing
         self.endpoints: dict[int, Endpoint] = {}
         self._orders: dict[Key, Order] = {}
         self._totals: dict[Callable[[Endpoint], int], int] = {}
+        self._positions: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.endpoints)
 
     def put(self, position: int, endpoint: Endpoint) -> None:
-        before = self.endpoints.get(position)
+        if (before := self.endpoints.get(position)) is None:
+            self._positions = None
         for of in self._totals:
             self._totals[of] += of(endpoint) - (of(before) if before is not None else 0)
         self.endpoints[position] = endpoint
@@ -72,16 +74,26 @@ class Group:
             order.put(position, endpoint)
 
     def drop(self, position: int) -> None:
-        before = self.endpoints.pop(position)
+        before, self._positions = self.endpoints.pop(position), None
         for of in self._totals:
             self._totals[of] -= of(before)
         for order in self._orders.values():
             order.drop(position)
 
+    def positions(self) -> list[int]:
+        """Ascending. Not to be changed."""
+        if self._positions is None:
+            self._positions = sorted(self.endpoints)
+        return self._positions
+
     def order(self, key: Key) -> Order:
         if (order := self._orders.get(key)) is None:
             order = self._orders[key] = Order(key, self.endpoints.items())
         return order
+
+    def orders(self) -> Iterable[Order]:
+        """Those that were asked for."""
+        return self._orders.values()
 
     def total(self, of: Callable[[Endpoint], int]) -> int:
         """The sum of what `of` says of each worker."""
@@ -126,6 +138,10 @@ class Fleet:
     def member(self, address: str) -> Member | None:
         return self._members.get(address)
 
+    def has_all(self, addresses: frozenset[str]) -> bool:
+        """Whether all of them are workers of the fleet."""
+        return self.remembered(("has all", addresses), lambda: addresses <= self._members.keys())
+
     def addresses(self, roles: frozenset[WorkerRole]) -> Sequence[str]:
         """Of all workers that have one of these roles, in configured order. The same object each time."""
         if (found := self._addresses.get(roles)) is None:
@@ -146,15 +162,17 @@ class Fleet:
 
     def positions(self, groups: Sequence[Group]) -> list[int]:
         """Of all workers of these groups, ascending. Not to be changed."""
+        if len(groups) == 1:
+            return groups[0].positions()
         name = "positions", *map(id, groups)
         if (found := self._remembered.get(name)) is not None:
             return cast("list[int]", found)
         return self.remembered(name, lambda: sorted(one for group in groups for one in group.endpoints))
 
     def remembered(self, name: Hashable, find: Callable[[], ValueT]) -> ValueT:
-        """What `find` returns, found anew only after a worker went from one group to another."""
-        if name in self._remembered:
-            return cast("ValueT", self._remembered[name])
+        """What `find` returns, never None: found anew only after a worker went from one group to another."""
+        if (kept := self._remembered.get(name)) is not None:
+            return cast("ValueT", kept)
         if len(self._remembered) >= MAX_REMEMBERED:
             self._remembered.clear()
         self._remembered[name] = found = find()

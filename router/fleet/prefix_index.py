@@ -35,16 +35,6 @@ class Level:
     workers: Collection[str]  # addresses
 
 
-def levels_of(depths: Mapping[str, int]) -> Sequence[Level]:
-    """The levels of leading blocks by worker, as `PrefixIndex.match` finds them, those with the most blocks first."""
-    if isinstance(depths, _Matches):
-        return depths.levels
-    workers: dict[int, set[str]] = {}
-    for worker, num_blocks in depths.items():
-        workers.setdefault(num_blocks, set()).add(worker)
-    return [Level(num_blocks, workers[num_blocks]) for num_blocks in sorted(workers, reverse=True) if num_blocks]
-
-
 class _Workers(Collection[str]):
     """Workers as the bits of an integer. There may be a thousand, and few of them are asked for."""
 
@@ -69,11 +59,26 @@ class _Workers(Collection[str]):
         return bool(self._bits_of.get(worker, 0) & self._bits)  # type: ignore[call-overload]
 
 
-class _Matches(Mapping[str, int]):
-    __slots__ = ("levels",)
+class Matches(Mapping[str, int]):
+    """How many leading blocks of a prompt workers have, by address; of those that have any."""
 
-    def __init__(self, levels: Sequence[Level]) -> None:
+    __slots__ = ("levels", "workers")
+
+    def __init__(self, levels: Sequence[Level], workers: frozenset[str]) -> None:
+        """`levels`: those with the most blocks first. `workers`: these, and maybe others: the same object as long as no
+        worker comes or goes."""
         self.levels = levels
+        self.workers = workers
+
+    @classmethod
+    def of(cls, depths: Mapping[str, int]) -> Matches:
+        if isinstance(depths, cls):
+            return depths
+        workers: dict[int, set[str]] = {}
+        for worker, num_blocks in depths.items():
+            workers.setdefault(num_blocks, set()).add(worker)
+        levels = [Level(num_blocks, workers[num_blocks]) for num_blocks in sorted(workers, reverse=True) if num_blocks]
+        return cls(levels, frozenset(depths))
 
     def __getitem__(self, worker: str) -> int:
         for level in self.levels:
@@ -96,6 +101,7 @@ class PrefixIndex:
         self._workers: dict[bytes, int] = {}  # by block name: bits
         self._sets: dict[int, int] = {}  # one object for equal sets
         self._bits: dict[str, int] = {}  # by worker
+        self._all_workers: frozenset[str] | None = None  # of `_bits`, made when it is asked for
         self._names: dict[int, str] = {}  # by bit: workers
         self._counts: dict[str, int] = {}
         self._alive = 0  # bits in use
@@ -120,13 +126,13 @@ class PrefixIndex:
         """Forgets the worker's blocks, before the worker lists them anew."""
         self.forget(worker)
         free = ~(self._alive | self._dead)
-        bit = free & -free
+        bit, self._all_workers = free & -free, None
         self._bits[worker], self._names[bit], self._counts[worker] = bit, worker, 0
         self._alive |= bit
 
     def forget(self, worker: str) -> None:
         """Forgets a worker that is gone, or whose blocks are not known any more."""
-        bit = self._bits.pop(worker, 0)
+        bit, self._all_workers = self._bits.pop(worker, 0), None
         if self._counts.pop(worker, 0) or self._expectations:
             self._dead |= bit
         self._names.pop(bit, None)
@@ -225,7 +231,9 @@ class PrefixIndex:
             levels.append(Level(num_blocks, _Workers(ends[num_blocks] & left, self._names, self._bits)))
             left &= ~ends[num_blocks]
         levels.append(Level(len(names), _Workers(left, self._names, self._bits)))
-        return _Matches([level for level in reversed(levels) if level.workers])
+        if self._all_workers is None:
+            self._all_workers = frozenset(self._bits)
+        return Matches([level for level in reversed(levels) if level.workers], self._all_workers)
 
     def num_told(self, worker: str, names: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the worker has said that it has: those that it is about to have do not

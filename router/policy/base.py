@@ -32,9 +32,10 @@ class FirstTokenTarget:
     high: float = 1.0  # nine in ten first tokens came within so many times the prediction
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Late:
-    """No workers can give a first token in time, as they predict it. Seconds from now."""
+    """No workers can give a first token in time, as they predict it. Seconds from now. Not to be changed, as
+    `Candidate`."""
 
     soonest_s: float  # by the workers that would be the first
     alone_s: float  # by workers that have nothing else to compute
@@ -144,9 +145,9 @@ class Candidates(Sequence[Candidate]):
         """The first `num` by `router.policy.least_load.candidate_order`, then in this order."""
 
     @abstractmethod
-    def soonest_computed(self, num: int) -> Iterator[tuple[Candidate, float]]:
-        """The first `num` that would have a first token, each with about when: `router.policy.costs.first_token_s` of a
-        prompt of one token, and `work`. Only if costs are in seconds."""
+    def soonest_computed(self, num: int) -> Iterator[tuple[float, Callable[[], Candidate]]]:
+        """About when the first `num` would have a first token, and who that is. When is `router.policy.costs.
+        first_token_s` of a prompt of one token, and `work`. Only if costs are in seconds."""
 
     @abstractmethod
     def of(self, address: str) -> Candidate | None:

@@ -17,14 +17,13 @@ from typing import overload
 
 from common.types import WorkerRole
 from router.fleet.endpoint import Endpoint
-from router.fleet.fleet import Entry, Fleet, Group, Key, Member, Order
-from router.fleet.prefix_index import Level, levels_of
+from router.fleet.fleet import Entry, Fleet, Group, Key, Member
+from router.fleet.prefix_index import Level, Matches
 from router.policy.base import Candidate, Candidates, RoutingRequest
 from router.policy.costs import SECONDS, TOKENS, Costs, first_token_s
 from router.policy.least_load import load_order, load_score, order_by_wait
 
 FEW = 16  # workers of one level that are all looked at
-MOSTLY = 3  # candidates suffice to find who has a first token soonest
 
 _Found = tuple[float, float, float, bool, int, int, float, float]
 """What a candidate costs, its load order, whether its turn is over, its position, its cached tokens; and what it costs
@@ -34,14 +33,16 @@ before the request's own work, and by this."""
 class PromptLevels:
     """Which workers of a fleet have leading blocks of a prompt: found once for all roles, if anybody asks."""
 
-    __slots__ = ("_fleet", "_request", "few", "have_all", "is_known", "large")
+    __slots__ = ("_fleet", "_request", "few", "have_all", "in_no_large", "is_known", "is_one", "large")
 
     def __init__(self, request: RoutingRequest, fleet: Fleet) -> None:
         self._request = request
         self._fleet = fleet
         self.few: list[tuple[int, Member]] = []  # those of small levels, each with its number of blocks
         self.large: list[Level] = []
-        self.have_all = False  # as many workers as the fleet has have some of the prompt, so none has nothing of it
+        self.in_no_large: Callable[[str], bool] | None = None  # whether a worker is in none of them; None: all are
+        self.have_all = False  # all workers of the fleet have some of it
+        self.is_one = False  # and but one level is large: all that are not in `few` are in that one
         self.is_known = False
 
     def known(self) -> PromptLevels:
@@ -53,8 +54,8 @@ class PromptLevels:
 
     def _find(self) -> None:
         member_at, few = self._fleet.member, self.few
-        num_workers = 0
-        for level in levels_of(self._request.cached_blocks):
+        matches, num_workers = Matches.of(self._request.cached_blocks), 0
+        for level in matches.levels:
             num_workers += (num := len(level.workers))
             if num > FEW:
                 self.large.append(level)
@@ -62,7 +63,17 @@ class PromptLevels:
             for address in level.workers:
                 if (member := member_at(address)) is not None:
                     few.append((level.num_blocks, member))
-        self.have_all = num_workers >= len(self._fleet)
+        self.have_all = num_workers == len(self._fleet) and self._fleet.has_all(matches.workers)
+        self.is_one = self.have_all and len(self.large) == 1
+        if self.large:
+            self.in_no_large = partial(_is_in_none, [level.workers for level in self.large])
+
+
+def _is_in_none(sets: Sequence[Collection[str]], address: str) -> bool:
+    for one in sets:  # noqa: SIM110 - quicker than a generator
+        if address in one:
+            return False
+    return True
 
 
 class FleetCandidates(Candidates):
@@ -70,6 +81,7 @@ class FleetCandidates(Candidates):
 
     __slots__ = (
         "_costs",
+        "_few",
         "_first",
         "_fleet",
         "_groups",
@@ -116,8 +128,25 @@ class FleetCandidates(Candidates):
         self._left_out = sorted([bisect_left(self._positions, one) for one in without]) if without else ()
         self._num = len(self._positions) - len(self._left_out)
         self._levels = levels
+        # Of `levels.few` those that are candidates, and the positions of these and of `without`.
+        self._few: tuple[list[tuple[int, Member]], Collection[int]] | None = None
         self._turn = turn % self._num if self._num else 0
-        self._first = self._positions[self._index(0)] if self._num else 0
+        self._first = self._positions[self._index(0) if without else self._turn] if self._num else 0
+
+    def with_work(self, work: Callable[[Endpoint, int, int], float]) -> FleetCandidates:
+        """The same workers, if the prompt costs them this."""
+        other = FleetCandidates.__new__(FleetCandidates)
+        other._request, other._fleet, other._costs, other._levels = (
+            self._request,
+            self._fleet,
+            self._costs,
+            self._levels,
+        )
+        other._groups, other._roles, other._without, other._only = self._groups, self._roles, self._without, self._only
+        other._positions, other._left_out, other._num = self._positions, self._left_out, self._num
+        other._turn, other._first, other._few = self._turn, self._first, self._few
+        other._work, other._works = work, {}
+        return other
 
     def __len__(self) -> int:
         return self._num
@@ -152,17 +181,18 @@ class FleetCandidates(Candidates):
         in_seconds, at, num_prompt = self._costs.in_seconds, self._fleet.at, self._request.num_prompt_tokens
         found = self._best(_by_wait_in_seconds if in_seconds else _by_wait_in_tokens, num, with_work=True)
         return [
-            Candidate(at(position).endpoint, cached, max(num_prompt - cached, 1), wait, work, in_seconds)
+            Candidate(
+                at(position).endpoint, cached, num_prompt - cached if cached < num_prompt else 1, wait, work, in_seconds
+            )
             for _, _, _, _, position, cached, wait, work in found
         ]
 
-    def soonest_computed(self, num: int) -> Iterator[tuple[Candidate, float]]:
+    def soonest_computed(self, num: int) -> Iterator[tuple[float, Callable[[], Candidate]]]:
         num_found = 0
-        for most in (min(MOSTLY, num), num):  # hardly anybody asks for all
-            if num_found in (0, MOSTLY):
-                for one in self._best(_by_first_token, most, with_work=True)[num_found:]:
-                    num_found += 1
-                    yield self._candidate(one[4], one[5], one[7]), one[0]
+        for most in (1, num):  # hardly anybody asks for the second
+            for one in self._best(_by_first_token, most, with_work=True)[num_found:]:
+                num_found += 1
+                yield one[0], partial(self._candidate, one[4], one[5], one[7])
 
     def least_loaded(self, num: int) -> Sequence[Candidate]:
         key = _by_load_in_seconds if self._costs.in_seconds else _by_load_in_tokens
@@ -199,49 +229,55 @@ class FleetCandidates(Candidates):
             work = self._works[name] = self._work(group.example, missing, num_cached)
         return work
 
+    def _find_few(self) -> tuple[list[tuple[int, Member]], Collection[int]]:
+        few, passed, groups = [], set(self._without), self._groups
+        for one in self._levels.known().few:
+            member = one[1]
+            if member.group in groups and member.position not in passed:
+                few.append(one)
+                passed.add(member.position)
+        self._few = few, passed
+        return self._few
+
     def _best(self, key: Key, num: int, *, with_work: bool) -> list[_Found]:
         """The first `num` by cost and load order, then by turn. `key`: what a worker costs before the request's own
         work, and its load order."""
         if self._only is not None:
             one = self._candidate(self._only)
             return [(0.0, 0.0, 0.0, False, self._only, one.num_cached_tokens, one.wait, one.work)]
-        walk = _Walk(num, self._first, set(self._without))
-        groups, few = self._groups, list[tuple[int, Member]]()
-        large: Sequence[Level] = ()
-        if with_work:
-            levels = self._levels.known()
-            large = levels.large
-            for num_blocks, member in levels.few:
-                if member.group in groups and member.position not in walk.passed:
-                    few.append((num_blocks, member))
-            walk.passed.update([member.position for _, member in few])
-        for level in large:
+        groups = self._groups
+        if not with_work:
+            walk = _Walk(num, self._first, self._without)
             for group in groups:
-                num_cached = level.num_blocks * group.example.block_size
-                work = partial(self._work_of, group, num_cached)
-                walk.along(group, group.order(key), work, num_cached, level.workers)
-        others = [level.workers for level in large]
-        is_done = with_work and self._levels.have_all and len(walk.found) == num
-        for group in () if is_done else groups:
-            of_all: Callable[[], float] = partial(self._work_of, group, 0) if with_work else float
-            walk.along(group, group.order(key), of_all, 0, None, others)
+                walk.along(group, key, _no_work, 0)
+            return walk.found
+        levels, (few, passed) = self._levels.known(), self._few or self._find_few()
+        walk = _Walk(num, self._first, passed)
+        for level in levels.large:
+            is_in = None if levels.is_one else level.workers.__contains__
+            for group in groups:
+                walk.along(group, key, self._work_of, level.num_blocks * group.example.block_size, is_in)
+        if not levels.have_all or len(walk.found) < num:
+            for group in groups:
+                walk.along(group, key, self._work_of, 0, levels.in_no_large)
         for num_blocks, member in few:  # the last: of most of them, the wait alone is too long
-            entry = member.group.order(key).entry_of[member.position]
+            group = member.group
+            entry = group.order(key).entry_of[member.position]
             if walk.may_take(entry[0]):
-                num_cached = num_blocks * member.group.example.block_size
-                walk.look_at(entry, self._work_of(member.group, num_cached), num_cached)
+                num_cached = num_blocks * group.example.block_size
+                walk.look_at(entry, self._work_of(group, num_cached), num_cached)
         return walk.found
 
 
 class _Walk:
     """Finds the best candidates in several orders."""
 
-    __slots__ = ("_first", "_num", "found", "passed")
+    __slots__ = ("_first", "_num", "_passed", "found")
 
-    def __init__(self, num: int, first: int, passed: set[int]) -> None:
+    def __init__(self, num: int, first: int, passed: Collection[int]) -> None:
         """`first`: the position whose turn it is. `passed`: those that are not looked at."""
         self.found: list[_Found] = []  # best first
-        self.passed = passed
+        self._passed = passed
         self._num = num
         self._first = first
 
@@ -259,72 +295,57 @@ class _Walk:
         """Whether one that costs so much may be among the best."""
         return len(self.found) < self._num or cost <= self.found[-1][0]
 
-    def _may_have_any(
-        self, group: Group, order: Order, only: Collection[str] | None, others: Sequence[Collection[str]]
-    ) -> bool:
-        """False if `along` would find nothing. Found before the work is, which takes long in seconds: each worker with
-        a model of time of its own is a group."""
-        if len(self.found) == self._num and order.entries[0][0] > self.found[-1][0]:
-            return False
-        return len(order.entries) > FEW or any(
-            entry[3] not in self.passed and _is_of(group.endpoints[entry[3]].address, only, others)
-            for entry in order.entries
-        )
-
     def along(
         self,
         group: Group,
-        order: Order,
-        work_of: Callable[[], float],
+        key: Key,
+        work_of: Callable[[Group, int], float],
         num_cached: int,
-        only: Collection[str] | None,
-        others: Sequence[Collection[str]] = (),
+        is_wanted: Callable[[str], bool] | None = None,
     ) -> None:
-        """Looks at workers of `only`, or at those that are in none of `others`, in their order."""
-        if not self._may_have_any(group, order, only, others):
+        """Looks at workers of `group` in the order of `key`: at those whose addresses are wanted, None: at all."""
+        entries, endpoints = group.order(key).entries, group.endpoints
+        passed, found, num = self._passed, self.found, self._num
+        if len(found) == num and entries[0][0] > found[-1][0]:
             return
-        entries, passed, found, num, endpoints = order.entries, self.passed, self.found, self._num, group.endpoints
-        work = work_of()
-        start, end = 0, len(entries)
-        while start < end:
-            entry = entries[start]
+        # To find the work takes long in seconds, and each worker with a model of time of its own is a group.
+        if len(entries) <= FEW:
+            rest = [entry[3] for entry in entries if entry[3] not in passed]
+            if not rest or (is_wanted is not None and not any(is_wanted(endpoints[one].address) for one in rest)):
+                return
+        work, turn = work_of(group, num_cached), self._first
+        at, end = 0, len(entries)
+        while at < end:
+            entry = entries[at]
             cost, first, second, position = entry
-            if len(found) == num:
-                limit = found[-1]
+            if len(found) == num and cost + work >= (limit := found[-1])[0]:
                 if cost + work > limit[0]:
                     return
-                if cost + work == limit[0] and (first, second) > limit[1:3]:  # and so are all others of this cost
-                    start = bisect_right(entries, (cost, inf), start)
+                if (first, second) > limit[1:3]:  # and so are all others of this cost
+                    at = bisect_right(entries, (cost, inf), at)
                     continue
-            stop = start + 1
-            if stop == end or entries[stop][0] != cost or entries[stop][:3] != entry[:3]:
-                if position not in passed and _is_of(endpoints[position].address, only, others):
-                    self.look_at(entry, work, num_cached)
-                start = stop
+            if (beyond := at + num) < end and entries[beyond][0] == cost and entries[beyond][:3] == entry[:3]:
+                # More are equal than can be found: the first of them is the one whose turn it is.
+                start, at = at, bisect_right(entries, (cost, first, second, inf), beyond)
+                middle, left = bisect_left(entries, (cost, first, second, turn), start, at), num
+                for one in chain(range(middle, at), range(start, middle)):
+                    position = entries[one][3]
+                    if position not in passed and (is_wanted is None or is_wanted(endpoints[position].address)):
+                        self.look_at(entries[one], work, num_cached)
+                        left -= 1
+                        if not left:
+                            break
                 continue
-            # Those that are equal: the first of them is the one whose turn it is.
-            stop = bisect_right(entries, (cost, first, second, inf), stop)
-            turn = bisect_left(entries, (cost, first, second, self._first), start, stop)
-            left = num
-            for at in chain(range(turn, stop), range(start, turn)):
-                entry = entries[at]
-                if entry[3] in passed or not _is_of(endpoints[entry[3]].address, only, others):
+            at += 1
+            if position not in passed and (is_wanted is None or is_wanted(endpoints[position].address)):
+                if len(found) < num:  # `look_at`, without the call
+                    insort(found, (cost + work, first, second, position < turn, position, num_cached, cost, work))
                     continue
                 self.look_at(entry, work, num_cached)
-                left -= 1
-                if not left:
-                    break
-            start = stop
 
 
-def _is_of(address: str, only: Collection[str] | None, others: Sequence[Collection[str]]) -> bool:
-    """Whether it is one of `only`, or in none of `others`."""
-    if only is not None:
-        return address in only
-    for one in others:  # noqa: SIM110 - quicker than a generator
-        if address in one:
-            return False
-    return True
+def _no_work(group: Group, num_cached: int) -> float:  # noqa: ARG001
+    return 0.0
 
 
 def _by_wait_in_tokens(endpoint: Endpoint) -> tuple[float, float, float]:

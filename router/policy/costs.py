@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.batch_time import NO_DECODES, BatchTime, StepShape
+from common.batch_time import BatchTime, ChunkTime, StepShape
 from common.prefill_place import least_remote_tokens
 from common.types import SLACKS_S
 from router.fleet.endpoint import Endpoint
@@ -25,8 +25,8 @@ HEDGE_QUEUE = 1024  # tokens, beside one prompt's, that a worker which is asked 
 STEP = 2048  # tokens of all prompts in one step: the default of --max-num-batched-tokens, likewise
 CHUNK = 512  # tokens of a prompt in one step: the default of --chunk-size, which workers do not tell
 MAX_KEPT = 4096  # workers
-MAX_MODELS = 256  # of time, which take some ten thousand bytes each
-MAX_PROMPTS = 1024  # predictions that are kept: those of a decision, and full chunks, which most prompts have in common
+MAX_MODELS = 1024  # of time, which take some ten thousand bytes each
+MAX_PROMPTS = 1024  # predictions that are kept: those of a few decisions
 ANSWER_TOKENS = 64  # of an answer that count when decode workers are compared: what all tokens cost there
 
 
@@ -96,8 +96,9 @@ class SecondCosts:
     def __init__(self) -> None:
         # By address: of this endpoint, queue and load, and both together.
         self._kept: dict[str, tuple[Endpoint, float, float, float]] = {}
-        self._of_models: dict[int, tuple[BatchTime, float, float]] = {}  # by identity: margin, and one decode's step
-        self._decodes: dict[str, tuple[Endpoint, StepShape]] = {}  # by address
+        # By identity: chunks with nothing beside them, margin, and one decode's step.
+        self._of_models: dict[int, tuple[BatchTime, ChunkTime, float, float]] = {}
+        self._beside: dict[str, tuple[Endpoint, ChunkTime]] = {}  # by address
         self._prompts: dict[tuple[int, int, int], tuple[BatchTime, float]] = {}  # by identity, missing, cached tokens
 
     def queue(self, endpoint: Endpoint) -> float:
@@ -117,34 +118,39 @@ class SecondCosts:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             load = ANSWER_TOKENS * step_s(endpoint, num_more=1) if endpoint.can_decode else 0.0
-            queue = prompt_s(_time(endpoint), num_queued, 0) if num_queued else 0.0
+            queue = prompt_s(self.alone(_time(endpoint)), num_queued, 0) if num_queued else 0.0
             kept = endpoint, queue, load, queue + load  # no load of a worker that only prefills
             self._kept[endpoint.address] = kept
         return kept
 
-    def decodes(self, endpoint: Endpoint) -> StepShape:
-        """A step of the requests that run on the worker."""
-        kept = self._decodes.get(endpoint.address)
+    def alone(self, time: BatchTime) -> ChunkTime:
+        """Chunks with nothing beside them."""
+        return self._of_model(time)[1]
+
+    def beside(self, endpoint: Endpoint) -> ChunkTime:
+        """Chunks beside the decodes that run on the worker; alone if it is only used for prompts."""
+        if not endpoint.can_decode:
+            return self._of_model(_time(endpoint))[1]
+        kept = self._beside.get(endpoint.address)
         if kept is None or kept[0] is not endpoint:
-            if len(self._decodes) >= MAX_KEPT:
-                self._decodes.clear()
+            if len(self._beside) >= MAX_KEPT:
+                self._beside.clear()
             num, context = _decodes_of(endpoint, 0)
-            longest = context // num if num else 0
-            shape = StepShape(num_decodes=num, decode_context=context, longest_context=longest, num_head_rows=num)
-            kept = self._decodes[endpoint.address] = endpoint, shape
+            chunks = ChunkTime(_time(endpoint), num, context, context // num if num else 0)
+            kept = self._beside[endpoint.address] = endpoint, chunks
         return kept[1]
 
-    def _of_model(self, time: BatchTime) -> tuple[BatchTime, float, float]:
+    def _of_model(self, time: BatchTime) -> tuple[BatchTime, ChunkTime, float, float]:
         if (kept := self._of_models.get(id(time))) is None:
             if len(self._of_models) >= MAX_MODELS:
                 self._of_models.clear()
-            one_decode = StepShape(num_decodes=1, decode_context=1, longest_context=1)
-            kept = time, prompt_s(time, IN_PLACE_MARGIN, 0), time.seconds(one_decode)
+            chunks = ChunkTime(time)
+            kept = time, chunks, prompt_s(chunks, IN_PLACE_MARGIN, 0), time.decode_seconds(1, 1, 1)
             self._of_models[id(time)] = kept
         return kept
 
     def margin(self, endpoint: Endpoint) -> float:
-        return self._of_model(_time(endpoint))[1]
+        return self._of_model(_time(endpoint))[2]
 
     def prompt(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
         time = _time(endpoint)
@@ -152,7 +158,7 @@ class SecondCosts:
         if (kept := self._prompts.get(name)) is None:
             if len(self._prompts) >= MAX_PROMPTS:
                 self._prompts.clear()
-            kept = self._prompts[name] = time, prompt_s(time, num_missing, num_cached)
+            kept = self._prompts[name] = time, prompt_s(self.alone(time), num_missing, num_cached)
         return kept[1]
 
     def in_place(self, endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
@@ -166,8 +172,12 @@ class SecondCosts:
 
     def least_remote(self, decode: Endpoint, prefill: Endpoint, num_cached: int) -> int:
         """A prefill worker takes a step of its own at least."""
-        asking_s = self._of_model(_time(prefill))[2]
-        return least_remote_tokens(_time(decode), self.decodes(decode), asking_s, past=num_cached, most=CHUNK)
+        num, context = _decodes_of(decode, 0)
+        if not num:
+            return 0
+        shape = StepShape(num_decodes=num, decode_context=context, longest_context=context // num, num_head_rows=num)
+        asking_s = self._of_model(_time(prefill))[3]
+        return least_remote_tokens(_time(decode), shape, asking_s, past=num_cached, most=CHUNK)
 
 
 TOKENS = TokenCosts()
@@ -200,8 +210,8 @@ def step_s(endpoint: Endpoint, num_more: int = 0) -> float:
     return _time(endpoint).decode_seconds(num, context, context // num if num else 0)
 
 
-def prompt_s(time: BatchTime, num_tokens: int, past: int, beside: StepShape | None = None) -> float:
-    """Seconds to compute `num_tokens` of a prompt after `past`, in chunks, with the decodes of `beside` in each step.
+def prompt_s(chunks: ChunkTime, num_tokens: int, past: int) -> float:
+    """Seconds to compute `num_tokens` of a prompt after `past`, in such chunks.
 
     Attention's part grows evenly from the first full chunk to the last one, so that their mean stands for all.
     """
@@ -210,46 +220,32 @@ def prompt_s(time: BatchTime, num_tokens: int, past: int, beside: StepShape | No
     num_full, rest = divmod(num_tokens, CHUNK)
     seconds = 0.0
     if num_full:
-        first = _full_chunk_s(time, past, beside)
-        last = _full_chunk_s(time, past + (num_full - 1) * CHUNK, beside) if num_full > 1 else first
+        first = chunks.kept_seconds(CHUNK, past)
+        last = chunks.kept_seconds(CHUNK, past + (num_full - 1) * CHUNK) if num_full > 1 else first
         seconds = num_full * (first + last) / 2
-    return seconds + (time.chunk_seconds(rest, past + num_full * CHUNK, beside or NO_DECODES) if rest else 0.0)
-
-
-_full_chunks: dict[tuple[int, int], tuple[BatchTime, float]] = {}  # with no decodes; by a model's identity and `past`
-
-
-def _full_chunk_s(time: BatchTime, past: int, beside: StepShape | None) -> float:
-    if beside is not None:
-        return time.chunk_seconds(CHUNK, past, beside)
-    if (kept := _full_chunks.get((id(time), past))) is None:
-        if len(_full_chunks) >= MAX_PROMPTS:
-            _full_chunks.clear()
-        kept = _full_chunks[id(time), past] = time, time.chunk_seconds(CHUNK, past)
-    return kept[1]
+    return seconds + chunks.seconds(rest, past + num_full * CHUNK) if rest else seconds
 
 
 def in_place_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> tuple[float, float]:
     """Seconds to compute the tokens beside the decodes of a worker, and seconds that these lose together. Every decode
     that runs there waits for as long as the prompt makes its steps longer. At least one does: the next request's, if
     none runs now."""
-    time, decodes = _time(endpoint), SECONDS.decodes(endpoint)
-    with_prompt = prompt_s(time, num_missing, num_cached, decodes)
-    if not decodes.num_decodes:
+    with_prompt = prompt_s(SECONDS.beside(endpoint), num_missing, num_cached)
+    num_decodes = endpoint.load.num_requests_running
+    if not num_decodes:
         return with_prompt, with_prompt
     num_steps = -(-num_missing // CHUNK)
-    longer = max(0.0, with_prompt - num_steps * time.seconds(decodes))
-    return with_prompt, decodes.num_decodes * longer
+    longer = max(0.0, with_prompt - num_steps * step_s(endpoint))
+    return with_prompt, num_decodes * longer
 
 
 def first_token_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s: float | None = None) -> float:
     """Seconds until the worker has a newcomer's first token, with its decodes in each step. `left_s`: until that is
     due, if it is. At a decode worker that is full it waits for room, too: meanwhile those before it are computed.
     """
-    time, beside = _time(endpoint), SECONDS.decodes(endpoint) if endpoint.can_decode else NO_DECODES
-    seconds = _computed_s(endpoint, time, beside, num_missing, num_cached, left_s)
+    seconds = _computed_s(endpoint, num_missing, num_cached, left_s)
     if endpoint.load.room_after and endpoint.can_decode:
-        return max(seconds, room_s(endpoint, left_s) + _alone_s(endpoint, num_missing, num_cached, beside))
+        return max(seconds, room_s(endpoint, left_s) + _alone_s(endpoint, num_missing, num_cached))
     return seconds
 
 
@@ -268,48 +264,54 @@ def room_s(endpoint: Endpoint, left_s: float | None = None) -> float:
     return min(seconds, max(left_s, 0.0) / 2) if left_s is not None and endpoint.load.goes_by_slack else seconds
 
 
-def _computed_s(
-    endpoint: Endpoint, time: BatchTime, beside: StepShape, num_missing: int, num_cached: int, left_s: float | None
-) -> float:
+def _computed_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s: float | None) -> float:
     """`first_token_s`, of a worker that has room.
 
     By arrival, a step has chunks of the first `STEP / CHUNK` prompts: those before these come first, and the newcomer
     shares its steps with the others, which are thought to be equally long. By slack, one prompt comes after the other:
     first those that have to begin sooner.
     """
-    load, num_unreported = endpoint.load, endpoint.num_unreported_tokens
+    load, num_unreported, chunks = endpoint.load, endpoint.num_unreported_tokens, SECONDS.beside(endpoint)
     if len(load.queued_by_slack) == len(SLACKS_S) and (left_s is not None or load.goes_by_slack):
         num_before = load.num_queued_prompt_tokens
         if left_s is not None:
             num_before = _within(load.queued_by_slack, left_s - SECONDS.prompt(endpoint, num_missing, num_cached))
-        queued_s = _steps_s(time, num_before + num_unreported, CHUNK, beside)
-        return queued_s + _alone_s(endpoint, num_missing, num_cached, beside)
+        queued_s = _steps_s(chunks, num_before + num_unreported, CHUNK)
+        return queued_s + _alone_s(endpoint, num_missing, num_cached)
     num_queued = load.num_queued_prompt_tokens + num_unreported
+    if not num_queued:
+        return _alone_s(endpoint, num_missing, num_cached)
     if not load.num_queued_prompts and load.num_queued_prompt_tokens:  # a worker that does not tell
-        return _steps_s(time, num_queued, STEP, beside) + _alone_s(endpoint, num_missing, num_cached, beside)
+        return _steps_s(chunks, num_queued, STEP) + _alone_s(endpoint, num_missing, num_cached)
     num_prompts = load.num_queued_prompts + (endpoint.num_unreported if num_unreported else 0)
     num_before = num_queued * max(num_prompts + 1 - STEP // CHUNK, 0) // max(num_prompts, 1)
     num_chunks = max(-(-num_missing // CHUNK), 1)
     num_sharing = min((num_queued - num_before) // num_chunks, STEP - CHUNK)  # tokens of others in each of its steps
-    alone_s = _alone_s(endpoint, num_missing, num_cached, beside)
+    queued_s = _steps_s(chunks, num_before, STEP)
+    if num_sharing and num_chunks == 1 and not num_cached:
+        return queued_s + chunks.seconds(num_missing + num_sharing, 0)
+    alone_s = _alone_s(endpoint, num_missing, num_cached)
     if not num_sharing:
-        return _steps_s(time, num_before, STEP, beside) + alone_s
+        return queued_s + alone_s
     new = min(num_missing, CHUNK)
-    longer_s = time.chunk_seconds(new + num_sharing, 0, beside) - time.chunk_seconds(new, 0, beside)
-    return _steps_s(time, num_before, STEP, beside) + alone_s + num_chunks * longer_s
+    longer_s = chunks.seconds(new + num_sharing, 0) - chunks.seconds(new, 0)
+    return queued_s + alone_s + num_chunks * longer_s
 
 
-def _alone_s(endpoint: Endpoint, num_missing: int, num_cached: int, beside: StepShape) -> float:
-    if beside is NO_DECODES:
-        return SECONDS.prompt(endpoint, num_missing, num_cached)
-    return prompt_s(_time(endpoint), num_missing, num_cached, beside)
+def _alone_s(endpoint: Endpoint, num_missing: int, num_cached: int) -> float:
+    """With no other prompts."""
+    if endpoint.can_decode:
+        return prompt_s(SECONDS.beside(endpoint), num_missing, num_cached)
+    return SECONDS.prompt(endpoint, num_missing, num_cached)
 
 
-def _steps_s(time: BatchTime, num_tokens: int, most: int, beside: StepShape) -> float:
+def _steps_s(chunks: ChunkTime, num_tokens: int, most: int) -> float:
     """Seconds to compute tokens of short prompts, in steps of `most`."""
+    if num_tokens <= 0:
+        return 0.0
     num_full, rest = divmod(num_tokens, most)
-    seconds = num_full * time.chunk_seconds(most, 0, beside) if num_full else 0.0
-    return seconds + (time.chunk_seconds(rest, 0, beside) if rest else 0.0)
+    seconds = num_full * chunks.kept_seconds(most, 0) if num_full else 0.0
+    return seconds + chunks.seconds(rest, 0) if rest else seconds
 
 
 def _within(by_slack: Sequence[int], slack_s: float) -> int:

@@ -96,8 +96,10 @@ def way_of(decode: Candidate, prefill: Candidate | None, target: FirstTokenTarge
 def better_split(decode: Candidate, helpers: Sequence[Candidate], request: RoutingRequest) -> Way | None:
     """The way that splits the prompt, if all of it on either worker costs clearly more: seconds until the first token,
     and those that decodes lose. `helpers`: prefill workers, the best first. Only in seconds."""
-    found: list[tuple[Candidate, Split]] = []
     most_cached = max(helpers, key=_num_cached)
+    if most_cached.num_cached_tokens < decode.num_cached_tokens + LEAST_PART:  # `_split` finds nothing for anybody
+        return None
+    found: list[tuple[Candidate, Split]] = []
     for prefill in (helpers[0],) if most_cached is helpers[0] else (helpers[0], most_cached):
         if _may_pay(decode, prefill) and (split := _split(decode, prefill, request)) is not None:
             found.append((prefill, split))
@@ -130,9 +132,11 @@ def _may_pay(decode: Candidate, prefill: Candidate) -> bool:
     return (1 + num_delayed) * num_rest <= (1 - SPLIT_GAIN) * (num_queued + num_rest)
 
 
-def _sooner_way(decode: Candidate, prefill: Candidate, request: RoutingRequest) -> Way:
-    """The soonest way of a pair, split or not."""
-    whole = way_of(decode, prefill, request.first_token)
+def _sooner_way(chosen: Way, prefill: Candidate, request: RoutingRequest) -> Way:
+    """The soonest way of the chosen decode worker and `prefill`, split or not."""
+    decode, first = chosen.decode, chosen.prefill
+    is_chosen = first is not None and chosen.split is None and first.endpoint is prefill.endpoint
+    whole = chosen if is_chosen else way_of(decode, prefill, request.first_token)
     split = _split(decode, prefill, request)
     if split is None or split.first_token_s >= whole.first_token_s:
         return whole
@@ -180,16 +184,16 @@ def in_time(
     left_s = target.left_s
     if chosen.first_token_s * target.high <= left_s:
         return Forecast(chosen, None, lambda: f"first token: due in {_ms(left_s)}, {chosen.words()}")
-    helped, unseen_helped_s = _soonest(prefill, lambda one: _sooner_way(chosen.decode, one, request))
+    helped, unseen_helped_s = _soonest(prefill, lambda one: _sooner_way(chosen, one, request))
     decode = in_place()
     alone, unseen_s = _soonest(decode, lambda one: way_of(one, None, target))
-    ways = [chosen, *helped, *alone]
+    ways = [chosen, *[one for one in helped if one is not chosen], *alone]
     sure = [paced for one in ways if (paced := _paced_in_time(one, target)) is not None]
     soonest = min(ways, key=lambda one: one.first_token_s)
     if sure:
         best = min(sure, key=lambda one: _cost(one, request.handoff_token_s))
         return Forecast(best, None, lambda: _instead(left_s, chosen, best))
-    others, _ = _soonest(going_on(), lambda one: way_of(one, None, target))
+    others = [] if (may_go_on := going_on()) is None else _soonest(may_go_on, lambda one: way_of(one, None, target))[0]
     if timely := [one for one in others if one.first_token_s * target.high <= left_s]:
         first = min(timely, key=lambda one: one.first_token_s)
         return Forecast(first, None, lambda: f"{_instead(left_s, chosen, first)}: all decode workers are worse off")
@@ -197,7 +201,7 @@ def in_time(
     if soonest_s * target.low <= left_s:
         return Forecast(chosen, None, lambda: _instead(left_s, chosen, chosen))
     num_workers = len(decode) + (0 if prefill is None else len(prefill))
-    alone_s = min(_alone_s(one.computing) for one in ways)
+    alone_s = min([_alone_s(one.computing) for one in ways])
     late = Late(soonest_s, alone_s, num_workers)
     return Forecast(
         chosen, late, lambda: f"first token: {_due(left_s)}, too soon for all; the soonest is {soonest.words()}"
@@ -208,11 +212,13 @@ def _soonest(candidates: Candidates | None, way: Callable[[Candidate], Way]) -> 
     """The ways that may be the soonest, and about the least seconds that one which was not looked at may take."""
     found: list[Way] = []
     best_s = least_s = inf
-    for one, least_s in () if candidates is None else candidates.soonest_computed(NUM_LOOKED_AT):
+    for least_s, who in () if candidates is None else candidates.soonest_computed(NUM_LOOKED_AT):
         if best_s <= least_s:
             return found, inf
-        found.append(way(one))
+        found.append(way(who()))
         best_s = min(best_s, found[-1].first_token_s)
+        if best_s <= least_s:  # what follows would not be sooner than that: do not even look for it
+            return found, inf
     is_whole = candidates is None or len(candidates) <= len(found)
     return found, inf if is_whole else least_s
 
@@ -245,13 +251,12 @@ def _paced_s(way: Way, token_s: float | None) -> float:
     if way.split is not None:
         one, num_cached = way.decode, way.split.at
         num_new = one.num_cached_tokens + one.num_missing_tokens - num_cached
-    time = one.endpoint.batch_time
-    if token_s is None or time is None or not one.endpoint.can_decode or num_new <= LEAST_CHUNK:
+    if token_s is None or not one.endpoint.can_decode or num_new <= LEAST_CHUNK:
         return way.first_token_s
-    decodes, most = SECONDS.decodes(one.endpoint), min(num_new, CHUNK)
-    if not decodes.num_decodes or (whole_s := time.chunk_seconds(most, num_cached, decodes)) <= token_s:
+    chunks, most = SECONDS.beside(one.endpoint), min(num_new, CHUNK)
+    if not one.endpoint.load.num_requests_running or (whole_s := chunks.seconds(most, num_cached)) <= token_s:
         return way.first_token_s
-    least_s = time.chunk_seconds(LEAST_CHUNK, num_cached, decodes)
+    least_s = chunks.seconds(LEAST_CHUNK, num_cached)
     if least_s > token_s:
         return inf
     cut = LEAST_CHUNK + (most - LEAST_CHUNK) * (token_s - least_s) / (whole_s - least_s)

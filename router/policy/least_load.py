@@ -20,7 +20,10 @@ def load_score(endpoint: Endpoint) -> int:
 def kv_headroom(endpoint: Endpoint) -> float:
     """Share of KV blocks that a new request could take."""
     load = endpoint.load
-    return min(1.0, (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks) if load.num_blocks else 0.0
+    free, num_blocks = load.num_free_blocks + load.num_cached_blocks, load.num_blocks
+    if free < num_blocks:
+        return free / num_blocks
+    return 1.0 if num_blocks else 0.0
 
 
 def load_order(endpoint: Endpoint) -> tuple[int, int]:

@@ -101,7 +101,7 @@ class RoutingPolicy:
             helper = None if placement.in_place or not asked else asked[0]
             chosen = way or way_of(decode, helper, request.first_token)
             is_long = decode.num_missing_tokens >= max(self._min_remote_tokens, decode.endpoint.block_size)
-            in_place = partial(candidates, decode_groups, roles=DECODES, work=costs.prompt, without=without, only=only)
+            in_place = partial(decode_candidates.with_work, costs.prompt)
             may_help = prefill_candidates if is_long and asked else None
             going_on = partial(_going_on, request, fleet, usable, candidates) if only is None else _nobody
             forecast = in_time(request, request.first_token, chosen, may_help, in_place, going_on)
@@ -160,8 +160,8 @@ class _Usable:
 
 def _usable(request: RoutingRequest, fleet: Fleet) -> _Usable:
     """Suspended workers only if no other decode worker is left. Raises `UnavailableError` if none is left at all."""
-    kind = request.fingerprint, request.parameters
-    known = fleet.remembered(("usable", kind), partial(_sorted_by_use, request, fleet))
+    kind = "usable", request.fingerprint, request.parameters
+    known = fleet.remembered(kind, partial(_sorted_by_use, request, fleet))
     if known.usual is not None and not request.tried and request.num_tokens <= known.shortest:
         return known.usual
     tried = [one for one in fleet.incarnations(request.tried) if one.endpoint.can_decode]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from dataclasses import fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from common.batch_time import (
     FEATURES,
     BatchTime,
     BatchTimeKey,
+    ChunkTime,
     Regime,
     RegimeTime,
     StepShape,
@@ -85,7 +89,7 @@ def model() -> BatchTime:
 
 
 def test_a_chunk_s_time_is_that_of_its_shape() -> None:
-    """`chunk_seconds` is a quicker way to the same."""
+    """`ChunkTime` is a quicker way to the same."""
     regime = RegimeTime(
         layers=Table((0.0, 8.0, 64.0), (0.005, 0.006, 0.02), 1e-4),
         head=Table((0.0, 16.0), (0.001, 0.002), 1e-4),
@@ -101,7 +105,9 @@ def test_a_chunk_s_time_is_that_of_its_shape() -> None:
             shape = chunk_shape(new, past, beside)
             assert shape == replace(both(chunk(new, past), beside), longest_context=beside.longest_context)
             for one in (model, other):
-                assert one.chunk_seconds(new, past, beside) == one.seconds(shape)
+                found = ChunkTime(one, beside.num_decodes, beside.decode_context, beside.longest_context)
+                assert found.seconds(new, past) == pytest.approx(one.seconds(shape), rel=1e-12)
+                assert found.kept_seconds(new, past) == found.kept_seconds(new, past) == found.seconds(new, past)
 
 
 @pytest.mark.parametrize("regime", Regime)
@@ -193,6 +199,26 @@ def test_tokens_within_is_the_largest_chunk_that_fits(shape: StepShape, past: in
         )
 
 
+@given(st.data())
+def test_tokens_within_whatever_the_table(data: st.DataObject) -> None:
+    """Knots that are no whole numbers, flat parts and steep ones, and attention that outweighs all."""
+    knots = sorted(data.draw(st.sets(st.floats(0.0, 80.0), min_size=1, max_size=6)))
+    rises = data.draw(st.lists(st.sampled_from([0.0, 0.001, 0.5]), min_size=len(knots), max_size=len(knots)))
+    layers = Table(tuple(knots), tuple(accumulate(rises)), data.draw(st.sampled_from([0.0, 0.01])))
+    pair_s = data.draw(st.sampled_from([0.0, 1e-6, 0.01]))
+    regime = RegimeTime(layers=layers, head=Table(), coefficients=(0.0, 0.0, pair_s, *(0.0,) * (len(FEATURES) - 3)))
+    model = BatchTime(key=KEY, regimes=dict.fromkeys(Regime, regime))
+    num, past, most = data.draw(st.tuples(st.integers(0, 60), st.integers(0, 50), st.integers(0, 60)))
+    seconds = data.draw(st.sampled_from([-1.0, 0.0, 0.001, 0.3, 0.5, 0.7, 1.1, math.inf]))
+
+    def fits(new: int) -> bool:
+        return layers.at(num + new) + pair_s * (new * past + new * (new + 1) * 0.5) <= seconds
+
+    beside = StepShape(num_decodes=num)
+    expected = max([new for new in range(1, most + 1) if fits(new)], default=0)
+    assert model.tokens_within(seconds, beside, past, most) == expected
+
+
 def test_a_machine_that_stands_still_again_and_again_makes_a_file_that_can_be_read() -> None:
     steps = [
         replace(step, seconds=step.seconds * (100_000 if number % 5 == 0 else 1))
@@ -200,6 +226,13 @@ def test_a_machine_that_stands_still_again_and_again_makes_a_file_that_can_be_re
     ]
     made = fit(KEY, steps)
     assert decode(encode(made)) == made
+
+
+def test_a_file_s_tables_have_what_earlier_releases_wrote(model: BatchTime) -> None:
+    """Workers and routers of two releases tell each other their models, and files outlive an upgrade."""
+    for regime in json.loads(encode(model))["regimes"].values():
+        for name in ("layers", "head"):
+            assert set(regime[name]) == {"knots", "seconds", "last_slope"}
 
 
 def test_the_residual_fades_away_from_the_data() -> None:

@@ -113,9 +113,10 @@ class PlainCandidates(Candidates):
     def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
         return self._candidates[index]
 
-    def soonest_computed(self, num: int) -> Iterator[tuple[Candidate, float]]:
-        timed = [(one, first_token_s(one.endpoint, 1, 0, inf) + one.work) for one in self._candidates]
-        return iter(sorted(timed, key=lambda one: (one[1], *load_order(one[0].endpoint)))[:num])
+    def soonest_computed(self, num: int) -> Iterator[tuple[float, Callable[[], Candidate]]]:
+        timed = [(first_token_s(one.endpoint, 1, 0, inf) + one.work, one) for one in self._candidates]
+        timed.sort(key=lambda one: (one[0], *load_order(one[1].endpoint)))
+        return ((seconds, lambda one=one: one) for seconds, one in timed[:num])  # type: ignore[misc]
 
     def soonest(self, num: int) -> Sequence[Candidate]:
         raise NotImplementedError

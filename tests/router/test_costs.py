@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.batch_time import BatchTime, BatchTimeKey, Regime, RegimeTime, StepShape, Table
+from common.batch_time import BatchTime, BatchTimeKey, ChunkTime, Regime, RegimeTime, StepShape, Table
 from common.batch_time_file import encode
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
@@ -58,8 +58,8 @@ def test_a_prompt_s_chunks_are_summed() -> None:
         )
         for new, past in ((CHUNK, 100), (CHUNK, 100 + CHUNK), (CHUNK, 100 + 2 * CHUNK), (70, 100 + 3 * CHUNK))
     )  # fmt: skip
-    assert prompt_s(one, 3 * CHUNK + 70, 100) == pytest.approx(alone)
-    assert prompt_s(one, 0, 100) == 0
+    assert prompt_s(ChunkTime(one), 3 * CHUNK + 70, 100) == pytest.approx(alone)
+    assert prompt_s(ChunkTime(one), 0, 100) == 0
 
 
 def test_a_faster_worker_is_worth_a_longer_queue() -> None:
