@@ -16,6 +16,7 @@ from common.batch_time import BatchTime
 from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
+from router.fleet.worker import Sent, SentTokens
 from router.policy.base import Policy, RoutingDecision
 from router.running.routes import load_of
 from simulation.router import SimulatedRouter
@@ -58,8 +59,8 @@ class _Seen:
     """What the router has seen of a worker."""
 
     load: WorkerLoad = field(default_factory=WorkerLoad)
-    sent: dict[str, tuple[float, int]] = field(default_factory=dict)  # no load counts it: when, and prompt tokens
-    num_sent_tokens: int = 0
+    sent: dict[str, Sent] = field(default_factory=dict)  # no load counts it
+    sent_tokens: SentTokens = field(default_factory=SentTokens)
     example: Endpoint | None = None  # with all but load and `sent`; None: it has changed
 
 
@@ -132,8 +133,8 @@ class CountedRouter(SimulatedRouter):
         for address, num_missing in load_of(decision).items():
             self._index.expect(address, block_names, now)
             seen = self._seen[address]
-            seen.sent[key] = now, num_missing
-            seen.num_sent_tokens += num_missing
+            seen.sent[key] = sent = Sent(now, num_missing, slack_s=decision.slack_s)
+            seen.sent_tokens.add(sent)
             self._changed.add(address)
 
     def ended(self, key: object, decision: RoutingDecision) -> None:
@@ -185,13 +186,13 @@ class CountedRouter(SimulatedRouter):
         newcomers.clear()
         while seen.sent:  # the oldest first
             key = next(iter(seen.sent))
-            if seen.sent[key][0] >= time - LOAD_INTERVAL_S:
+            if seen.sent[key].at >= time - LOAD_INTERVAL_S:
                 return
             self._reported(worker.address, seen, key)
 
     def _reported(self, address: str, seen: _Seen, key: str) -> None:
         if (sent := seen.sent.pop(key, None)) is not None:
-            seen.num_sent_tokens -= sent[1]
+            seen.sent_tokens.add(sent, -1)
             self._changed.add(address)
 
     def _told(self) -> Fleet:
@@ -226,5 +227,6 @@ class CountedRouter(SimulatedRouter):
             load=seen.load,
             state=known.state,
             num_unreported=len(seen.sent),
-            num_unreported_tokens=seen.num_sent_tokens,
+            num_unreported_tokens=seen.sent_tokens.num,
+            unreported_by_slack=seen.sent_tokens.by_slack,
         )

@@ -126,7 +126,7 @@ class SimulatedRouter:
         """Counts a request where `decision` sends it, until `ended`."""
         for address, num_missing in load_of(decision).items():
             self._index.expect(address, block_names, now)
-            self._records[address].send(key, Sent(now, num_missing, request_tag(key)))
+            self._records[address].send(key, Sent(now, num_missing, request_tag(key), decision.slack_s))
             self._changed.add(address)
 
     def ended(self, key: object, decision: RoutingDecision) -> None:

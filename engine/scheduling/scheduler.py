@@ -164,10 +164,11 @@ class Scheduler:
 
     def queued_by_slack(self, now: float) -> tuple[int, ...]:
         """See `WorkerLoad`."""
-        if self._slack_at_rest is not None and self._slack_at_rest.would_know_times:
-            return (0,) * len(SLACKS_S)
-        if self._slack is None or not self._slack.knows_times:
+        slack = self._slack or self._slack_at_rest
+        if slack is None or not slack.would_know_times:
             return ()
+        if slack is self._slack_at_rest or not slack.knows_times:  # it will with the next step
+            return (0,) * len(SLACKS_S)
         num_tokens = [0] * (len(SLACKS_S) + 1)
         for request in (*self._waiting, *self._running):
             pace, num_left = request.pace, request.num_prompt_tokens - request.num_computed_tokens

@@ -43,6 +43,9 @@ class Endpoint:
     suspended: str = ""  # why it is used only if no other is left; empty if it is as good as any
     num_unreported: int = 0  # requests sent by this router that `load` does not count yet
     num_unreported_tokens: int = 0  # prompt tokens that the worker computes for them
+    # Of these tokens, those of prompts that had to begin within each of `SLACKS_S` when they were sent, to be in time:
+    # as `WorkerLoad.queued_by_slack`. Empty: nobody knows, all may have to.
+    unreported_by_slack: tuple[int, ...] = ()
 
     @property
     def can_prefill(self) -> bool:

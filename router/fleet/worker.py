@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import grpc
 
 from common.batch_time import BatchTime
-from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole, WorkerState
+from common.types import LOAD_INTERVAL_S, SLACKS_S, WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
 from protos.convert import role_of
 from router.fleet.endpoint import Endpoint, RoleTaken
@@ -22,6 +24,28 @@ class Sent:
     at: float  # time.monotonic()
     num_tokens: int  # of the prompt, that the worker computes
     tag: int | None = None  # by which the worker names it once it counts it (`request_tag`)
+    slack_s: float | None = None  # `RoutingDecision.slack_s`
+
+
+class SentTokens:
+    """Prompt tokens of requests that were sent and are not reported."""
+
+    __slots__ = ("_by_slack", "num")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._by_slack = [0] * (len(SLACKS_S) + 1)  # of those with a target, by the first of `SLACKS_S` that is longer
+
+    def add(self, sent: Sent, times: int = 1) -> None:
+        """`times`: -1 takes it out again."""
+        self.num += times * sent.num_tokens
+        if sent.slack_s is not None and sent.slack_s >= 0:  # others go after all that can be in time
+            self._by_slack[bisect_left(SLACKS_S, sent.slack_s)] += times * sent.num_tokens
+
+    @property
+    def by_slack(self) -> tuple[int, ...]:
+        """See `Endpoint.unreported_by_slack`."""
+        return tuple(accumulate(self._by_slack[:-1]))
 
 
 @dataclass(slots=True)
@@ -42,7 +66,7 @@ class WorkerRecord:
     ask_again_at: float = -math.inf  # time.monotonic() from which on it may be asked for a newer model of time
     lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
     sent: dict[object, Sent] = field(default_factory=dict)  # running requests that no report counts
-    num_sent_tokens: int = 0  # of their prompts, that the worker computes
+    sent_tokens: SentTokens = field(default_factory=SentTokens)  # of their prompts, that the worker computes
     running: set[object] = field(default_factory=set)  # requests, reported or not
     _excluded: tuple[worker_pb2.WorkerInfo | None, ServedModel | None, str] | None = None
     _endpoint: Endpoint | None = None  # as it was told last
@@ -50,7 +74,7 @@ class WorkerRecord:
 
     def send(self, key: object, sent: Sent) -> None:
         self.sent[key] = sent
-        self.num_sent_tokens += sent.num_tokens
+        self.sent_tokens.add(sent)
         self.running.add(key)
         self.changed()
 
@@ -86,7 +110,7 @@ class WorkerRecord:
     def reported(self, key: object) -> None:
         """The worker counts the request itself by now, or it has ended."""
         if sent := self.sent.pop(key, None):
-            self.num_sent_tokens -= sent.num_tokens
+            self.sent_tokens.add(sent, -1)
             self.changed()
 
     def changed(self) -> None:
@@ -103,6 +127,7 @@ class WorkerRecord:
     def endpoint(self, excluded: str = "", suspended: str = "") -> Endpoint:
         """The same object as the last time if nothing has changed: each request asks for all workers'."""
         info, last, role = self.info, self._endpoint, self.role if self.is_needed else self.takes
+        by_slack = self.sent_tokens.by_slack
         if (
             last is not None
             and self._described is info
@@ -111,7 +136,8 @@ class WorkerRecord:
             and last.role is role
             and last.taken is self.taken
             and last.num_unreported == len(self.sent)
-            and last.num_unreported_tokens == self.num_sent_tokens
+            and last.num_unreported_tokens == self.sent_tokens.num
+            and last.unreported_by_slack == by_slack
             and last.excluded == excluded
             and last.suspended == suspended
         ):
@@ -135,7 +161,8 @@ class WorkerRecord:
             excluded=excluded,
             suspended=suspended,
             num_unreported=len(self.sent),
-            num_unreported_tokens=self.num_sent_tokens,
+            num_unreported_tokens=self.sent_tokens.num,
+            unreported_by_slack=by_slack,
         )
         return self._endpoint
 

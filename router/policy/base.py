@@ -97,6 +97,9 @@ class RoutingDecision:
     step_s: float | None = None  # likewise, of the decode worker's next step: the time between two tokens
     may_hedge: bool = False  # the second of `prefill` may be asked beside the first, if that is late
     first_token_s: float | None = None  # predicted, from now, if the request has such a target and `prefill_s` is known
+    slack_s: float | None = (
+        None  # likewise: within so many seconds its prompt has to begin, to be in time if it is alone
+    )
     late: Late | None = None  # the target cannot be met, here or elsewhere
 
 

@@ -273,10 +273,12 @@ def _computed_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s: f
     """
     load, num_unreported, chunks = endpoint.load, endpoint.num_unreported_tokens, SECONDS.beside(endpoint)
     if len(load.queued_by_slack) == len(SLACKS_S) and (left_s is not None or load.goes_by_slack):
-        num_before = load.num_queued_prompt_tokens
+        num_before = load.num_queued_prompt_tokens + num_unreported
         if left_s is not None:
-            num_before = _within(load.queued_by_slack, left_s - SECONDS.prompt(endpoint, num_missing, num_cached))
-        queued_s = _steps_s(chunks, num_before + num_unreported, CHUNK)
+            slack_s, by_slack = left_s - SECONDS.prompt(endpoint, num_missing, num_cached), endpoint.unreported_by_slack
+            num_before = _within(load.queued_by_slack, slack_s)
+            num_before += _within(by_slack, slack_s) if by_slack else num_unreported
+        queued_s = _steps_s(chunks, num_before, CHUNK)
         return queued_s + _alone_s(endpoint, num_missing, num_cached)
     num_queued = load.num_queued_prompt_tokens + num_unreported
     if not num_queued:

@@ -112,6 +112,10 @@ class RoutingPolicy:
         self._turn += 1
         computing = decode if placement.in_place or not asked else asked[0]
         split_at = 0 if way is None or way.split is None else way.split.at
+        slack_s: float | None = None
+        if forecast is not None and request.first_token is not None:
+            alone_s = costs.prompt(computing.endpoint, computing.num_missing_tokens, computing.num_cached_tokens)
+            slack_s = request.first_token.left_s - alone_s
         return RoutingDecision(
             decode=decode.endpoint,
             prefill=() if placement.is_final else tuple([one.endpoint for one in asked[:MAX_PREFILL_WORKERS]]),
@@ -127,6 +131,7 @@ class RoutingPolicy:
             step_s=_token_s(decode.endpoint, costs) if costs.in_seconds else None,
             may_hedge=self._hedges and not placement.in_place and _may_hedge(asked, costs),
             first_token_s=None if forecast is None else forecast.way.first_token_s,
+            slack_s=slack_s,
             late=None if forecast is None else forecast.late,
         )
 

@@ -202,7 +202,7 @@ class Routes:
         now, index = self._clock(), self._registry.blocks.index
         for address in load_of(decision):
             index.expect(address, route.block_names, now)
-        return self._registry.sending(load_of(decision))
+        return self._registry.sending(load_of(decision), slack_s=decision.slack_s)
 
     def note(
         self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, cause: str

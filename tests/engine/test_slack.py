@@ -289,7 +289,10 @@ def test_its_load_says_how_soon_queued_prompts_have_to_begin() -> None:
     assert [by_slack[slack] for slack in (0.25, 0.5, 2.0, 4.0, 32.0)] == [0, 100, 100, 300, 300]
     engine.run()
     assert (engine.core.load.num_queued_prompts, set(engine.core.load.queued_by_slack)) == (0, {0})
+    for idle in (Timed(queue_policy="slo"), Timed(queue_policy="auto")):
+        assert set(idle.core.load.queued_by_slack) == {0}, "before its first step, too"
     for other in (Timed(time=None), Timed(queue_policy="fcfs")):
+        assert other.core.load.queued_by_slack == ()
         other.ask("one", 100, ttft_ms=500)
         other.step()
         assert other.core.load.queued_by_slack == (), "targets do not decide the order"

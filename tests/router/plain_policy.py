@@ -205,6 +205,10 @@ class PlainPolicy:
         self._rotation += 1
         computing = decode if placement.in_place or not asked else asked[0]
         split_at = 0 if way is None or way.split is None else way.split.at
+        slack_s = None
+        if request.first_token is not None and costs.in_seconds:
+            missing, cached = computing.num_missing_tokens, computing.num_cached_tokens
+            slack_s = request.first_token.left_s - costs.prompt(computing.endpoint, missing, cached)
         return RoutingDecision(
             decode=decode.endpoint,
             prefill=() if placement.is_final else tuple([one.endpoint for one in asked[:MAX_PREFILL_WORKERS]]),
@@ -220,6 +224,7 @@ class PlainPolicy:
             step_s=step_s(decode.endpoint, num_more=1) if costs.in_seconds else None,
             may_hedge=self._hedges and not placement.in_place and _may_hedge(asked, costs),
             first_token_s=None if forecast is None else forecast.way.first_token_s,
+            slack_s=slack_s,
             late=None if forecast is None else forecast.late,
         )
 

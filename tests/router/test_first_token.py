@@ -23,6 +23,7 @@ from common.types import SLACKS_S, WorkerLoad, WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
+from router.fleet.worker import Sent, SentTokens
 from router.policy.base import FirstTokenTarget, Late, RoutingDecision, RoutingRequest
 from router.policy.costs import CHUNK, STEP, first_token_s
 from router.policy.registry import create_policy
@@ -171,6 +172,25 @@ def test_by_slack_only_more_urgent_prompts_come_first() -> None:
         assert first_token_s(one, 100, 0, slack_s + alone_s) == pytest.approx(expected, rel=0.02), slack_s
     assert first_token_s(one, 100, 0, -1.0) == pytest.approx(alone_s)
     assert first_token_s(one, 100, 0) == pytest.approx(alone_s + 9.0 + 18 * 0.01)
+
+
+def test_a_burst_of_patient_prompts_makes_no_urgent_one_late() -> None:
+    """Three prompts of 3,000 tokens were sent, and no worker has reported them: each may begin within six seconds."""
+    idle = WorkerLoad(queued_by_slack=(0,) * len(SLACKS_S))
+    (both,) = [replace(one, load=idle) for one in workers("b both 0/0 9/9")]
+    long = RoutingRequest(num_prompt_tokens=3000, fingerprint="f", first_token=FirstTokenTarget(9.0))
+    sent, policy = SentTokens(), create_policy("prefix_aware")
+    for number in range(3):
+        told = replace(both, num_unreported=number, num_unreported_tokens=sent.num, unreported_by_slack=sent.by_slack)
+        decision = policy.pick(long, [told])
+        assert decision.late is None or number == 2, "the third one comes after the two"
+        assert decision.slack_s == pytest.approx(6.0, abs=0.1)
+        sent.add(Sent(0.0, 3000, slack_s=decision.slack_s))
+    told = replace(both, num_unreported=3, num_unreported_tokens=sent.num, unreported_by_slack=sent.by_slack)
+    short = RoutingRequest(num_prompt_tokens=100, fingerprint="f", first_token=FirstTokenTarget(0.5))
+    urgent = policy.pick(short, [told])
+    assert (urgent.late, urgent.first_token_s) == (None, pytest.approx(0.11))
+    assert policy.pick(short, [replace(told, unreported_by_slack=())]).late is not None, "if nobody knows how urgent"
 
 
 @settings(max_examples=examples(40))

@@ -73,7 +73,11 @@ def busy(draw: Random, one: Endpoint) -> Endpoint:
         queued_by_slack=draw.choice(((), tuple(sorted(draw.randint(0, num_queued) for _ in SLACKS_S)))),
     )
     unreported = draw.choice((0, 0, 1))
-    return replace(one, load=load, num_unreported=unreported, num_unreported_tokens=unreported * draw.choice((7, 500)))
+    num_tokens = unreported * draw.choice((7, 500))
+    by_slack = draw.choice(((), tuple(sorted(draw.randint(0, num_tokens) for _ in SLACKS_S))))
+    return replace(
+        one, load=load, num_unreported=unreported, num_unreported_tokens=num_tokens, unreported_by_slack=by_slack
+    )
 
 
 def unusual(draw: Random, one: Endpoint) -> Endpoint:

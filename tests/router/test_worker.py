@@ -8,7 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole, WorkerState, request_tag
+from common.types import LOAD_INTERVAL_S, SLACKS_S, WorkerLoad, WorkerRole, WorkerState, request_tag
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
 from router.fleet.worker import Sent, WorkerRecord
@@ -85,6 +85,23 @@ async def test_a_request_that_a_report_counts_is_counted_once(worker: WorkerReco
     assert list(worker.sent) == ["b again", "by another version"]
     worker.take_load(WorkerLoad(), 9.99 + 2 * LOAD_INTERVAL_S)
     assert (worker.endpoint().num_unreported, worker.endpoint().num_unreported_tokens) == (0, 0)
+
+
+async def test_tokens_that_are_not_reported_are_told_by_slack(worker: WorkerRecord) -> None:
+    """Requests without a target, and those that are late in any case, go after all that can be in time."""
+    assert worker.endpoint().unreported_by_slack == (0,) * len(SLACKS_S)
+    for key, slack_s in (("soon", 0.2), ("later", 3.0), ("in a day", 86_400.0), ("any time", None), ("late", -0.1)):
+        worker.send(key, Sent(1.0, 10, slack_s=slack_s))
+    by_slack = dict(zip(SLACKS_S, worker.endpoint().unreported_by_slack, strict=True))
+    assert (by_slack[0.125], by_slack[0.25], by_slack[2.0], by_slack[4.0], by_slack[32.0]) == (0, 10, 10, 20, 20)
+    assert worker.endpoint().num_unreported_tokens == 53
+    before = worker.endpoint()
+    worker.reported("soon")
+    worker.send("another", Sent(1.0, 10, slack_s=3.0))
+    assert worker.endpoint() is not before, "as many requests with as many tokens, but other ones"
+    for key in list(worker.sent):
+        worker.reported(key)
+    assert (worker.endpoint().num_unreported_tokens, worker.endpoint().unreported_by_slack) == (0, (0,) * len(SLACKS_S))
 
 
 async def test_whether_a_worker_goes_with_the_model_is_asked_again_if_either_changes(worker: WorkerRecord) -> None:
