@@ -32,7 +32,7 @@ _OWNED = {
     "limits_file", "metrics_aliases", "processes", "trace_endpoint", "trace_protocol", "trace_sample", "trace_content",
     "endpoint_picker_listen", "endpoint_picker_address", "endpoint_picker_replicas", "endpoint_picker_key_file",
     "endpoint_picker_tls",
-    "batch_file", "response_file",
+    "batch_file", "response_file", "num_hosts", "host_index", "ranks_address", "ranks_secret_file",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip
@@ -139,7 +139,13 @@ def worker(scaling: Schema) -> Schema:
         shmSize=QUANTITY,
         strategy=ref("strategy"),
         runtimeClassName=NAME,
-        multiNode=obj(enabled=BOOLEAN, size=integer(2), leaderArgs=array(STRING), memberArgs=array(STRING)),
+        multiNode=obj(
+            enabled=BOOLEAN,
+            size=integer(2),
+            existingSecret=NAME,
+            leaderArgs=array(STRING),
+            memberArgs=array(STRING),
+        ),
         autoscaling=scaling,
         **PLACEMENT,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import yaml
 from kubernetes_validate import utils
 
 from baton.settings import SETTINGS, load
+from engine.hosts.place import DEFAULT_PORT
 from tests.helm.chart import CHART, HELM, MODES, Object, arguments, find, helm, pod_spec, render, settings_of
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed")
@@ -407,12 +409,12 @@ def test_hpas_may_follow_the_planner() -> None:
 
 
 def test_multi_node_workers_are_groups_of_which_only_leaders_take_requests() -> None:
-    objects = render({"decode.multiNode": {"enabled": True, "size": 4, "memberArgs": ["--x"]}, "decode.gpus": 8})
+    objects = render({"decode.multiNode": {"enabled": True, "size": 4, "memberArgs": ["--x"]}})
     group = find(objects, "LeaderWorkerSet", "demo-baton-decode")["spec"]["leaderWorkerTemplate"]
     leader, member = (group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate"))
     assert group["size"] == 4
     assert "readinessProbe" in leader
-    assert "readinessProbe" not in member
+    assert not {"readinessProbe", "ports"} & set(member)
     assert member["args"][-1] == "--x"
     # Not of the group's own name: that Service is made by the LeaderWorkerSet, for members to find their leader.
     selector = find(objects, "Service", "demo-baton-decode-leaders")["spec"]["selector"]
@@ -421,6 +423,64 @@ def test_multi_node_workers_are_groups_of_which_only_leaders_take_requests() -> 
     assert [settings_of(objects, f"demo-baton-{who}")["decode"] for who in ("router", "autoscaler")] == [found_at] * 2
     target = find(objects, "HorizontalPodAutoscaler", "demo-baton-decode")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["apiVersion"]) == ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1")
+
+
+def test_pods_of_a_group_are_ranks_of_one_model_that_know_each_other_by_a_secret() -> None:
+    objects = render({"decode.multiNode": {"enabled": True, "size": 3}})
+    settings = settings_of(objects, "demo-baton-decode")
+    assert (settings["num_hosts"], settings["tensor_parallel_size"], settings["ranks_timeout"]) == (3, 3, 1800)
+    group = find(objects, "LeaderWorkerSet", "demo-baton-decode")["spec"]["leaderWorkerTemplate"]
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    secret = find(objects, "Secret", "demo-baton-decode-ranks")
+    assert len(base64.b64decode(secret["data"]["secret"])) == 48
+    for name in ("leaderTemplate", "workerTemplate"):
+        spec = group[name]["spec"]
+        [mount] = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "ranks"]
+        [volume] = [one for one in spec["volumes"] if one["name"] == "ranks"]
+        assert settings["ranks_secret_file"] == f"{mount['mountPath']}/secret"
+        assert volume["secret"]["secretName"] == "demo-baton-decode-ranks"
+    assert {"name": "ranks", "containerPort": DEFAULT_PORT} in group["leaderTemplate"]["spec"]["containers"][0]["ports"]
+
+
+def test_a_secret_of_the_users_is_mounted_and_none_is_made() -> None:
+    objects = render({"decode.multiNode": {"enabled": True, "size": 2, "existingSecret": "ours"}})
+    assert not [one for one in objects if one["kind"] == "Secret"]
+    group = find(objects, "LeaderWorkerSet", "demo-baton-decode")["spec"]["leaderWorkerTemplate"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        assert {"secretName": "ours", "defaultMode": 0o440} in [
+            volume.get("secret") for volume in group[name]["spec"]["volumes"]
+        ]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"decode.settings.tensor_parallel_size": 4},
+            "decode.settings.tensor_parallel_size: is 4, but decode.multiNode.size is 2: each pod has one rank",
+        ),
+        ({"decode.gpus": 1}, "decode.gpus: is 1, but ranks on several pods (decode.multiNode) compute on CPUs"),
+        ({"prefill.multiNode.enabled": True}, "prefill.multiNode.enabled: KV of a worker on several pods cannot"),
+        ({"decode.settings.num_hosts": 2}, "num_hosts is not allowed"),
+    ],
+)
+def test_what_a_group_cannot_be_is_refused_by_name(values: dict[str, object], words: str) -> None:
+    done = helm("template", "demo", str(CHART), *arguments({"decode.multiNode.enabled": True, **values}))
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def test_only_pods_of_their_kind_reach_the_other_pods_of_a_group() -> None:
+    objects = render({"decode.multiNode": {"enabled": True, "size": 2}})
+    leaders, members = (
+        find(objects, "NetworkPolicy", f"demo-baton-decode{suffix}")["spec"] for suffix in ("", "-members")
+    )
+    [leader], [member] = (one["podSelector"]["matchExpressions"] for one in (leaders, members))
+    assert (leader["operator"], member["operator"]) == ("In", "NotIn")
+    assert leader["key"] == member["key"] == "leaderworkerset.sigs.k8s.io/worker-index"
+    assert leader["values"] == member["values"] == ["0"]
+    assert members["ingress"] == [{"from": [{"podSelector": {"matchLabels": members["podSelector"]["matchLabels"]}}]}]
+    assert find(render(), "NetworkPolicy", "demo-baton-decode")["spec"]["podSelector"].keys() == {"matchLabels"}
 
 
 # -------------------------------------------------------------------------------------------------- security

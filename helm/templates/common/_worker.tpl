@@ -1,15 +1,15 @@
 {{/* Objects of one role: (dict "root" $ "component" "prefill" "values" .Values.prefill). Both roles are made of these. */}}
 
 {{- define "baton.prefillSettings" -}}
-{{- include "baton.workerSettings" (dict "root" . "values" .Values.prefill) -}}
+{{- include "baton.workerSettings" (dict "root" . "component" "prefill" "values" .Values.prefill) -}}
 {{- end -}}
 
 {{- define "baton.decodeSettings" -}}
-{{- include "baton.workerSettings" (dict "root" . "values" .Values.decode) -}}
+{{- include "baton.workerSettings" (dict "root" . "component" "decode" "values" .Values.decode) -}}
 {{- end -}}
 
 {{- define "baton.bothSettings" -}}
-{{- include "baton.workerSettings" (dict "root" . "values" .Values.both) -}}
+{{- include "baton.workerSettings" (dict "root" . "component" "both" "values" .Values.both) -}}
 {{- end -}}
 
 {{- define "baton.workerSettings" -}}
@@ -36,8 +36,37 @@
 {{- end -}}
 {{- $_ := set $settings "dtype" $model.dtype -}}
 {{- with $model.servedName }}{{- $_ := set $settings "served_model_name" . }}{{ end -}}
+{{- if .values.multiNode.enabled -}}
+{{- $settings = mergeOverwrite $settings (include "baton.ranksSettings" . | fromYaml) -}}
+{{- end -}}
 {{- if .values.gpus }}{{- if not (hasKey $settings "device") }}{{- $_ := set $settings "device" "cuda" }}{{ end }}{{ end -}}
 {{- toYaml $settings -}}
+{{- end -}}
+
+{{/* Of a worker on several pods, a rank each. Their places in the group come from the LWS_* variables, so all pods have
+     the same settings. */}}
+{{- define "baton.ranksSettings" -}}
+{{- $size := int .values.multiNode.size -}}
+{{- $given := int (default $size .values.settings.tensor_parallel_size) -}}
+{{- if ne $given $size -}}
+{{- fail (printf "%s.settings.tensor_parallel_size: is %d, but %s.multiNode.size is %d: each pod has one rank" .component $given .component $size) -}}
+{{- end -}}
+{{- if eq .component "prefill" -}}
+{{- fail "prefill.multiNode.enabled: KV of a worker on several pods cannot be handed over" -}}
+{{- end -}}
+{{- if .values.gpus -}}
+{{- fail (printf "%s.gpus: is %d, but ranks on several pods (%s.multiNode) compute on CPUs" .component (int .values.gpus) .component) -}}
+{{- end -}}
+num_hosts: {{ $size }}
+tensor_parallel_size: {{ $size }}
+ranks_secret_file: /etc/baton-ranks/secret
+# Pods may wait for nodes and images.
+ranks_timeout: {{ default .values.startupTimeoutSeconds .values.settings.ranks_timeout }}
+{{- end -}}
+
+{{/* Name of the Secret by which the pods of one worker know each other. */}}
+{{- define "baton.ranksSecret" -}}
+{{ default (printf "%s-ranks" (include "baton.name" .)) .values.multiNode.existingSecret }}
 {{- end -}}
 
 {{- define "baton.workerService" -}}
@@ -132,13 +161,16 @@ containers:
       - {{ . | quote }}
       {{- end }}
     env: {{- include "baton.env" . | nindent 6 }}
+    {{- if not .member }}
     ports:
       - {name: grpc, containerPort: 50061}
       - {name: metrics, containerPort: {{ $root.Values.metrics.workerPort }}}
       {{- if $root.Values.tls.enabled }}
       - {name: health, containerPort: {{ $healthPort }}}
       {{- end }}
-    {{- if not .member }}
+      {{- if $values.multiNode.enabled }}
+      - {name: ranks, containerPort: 50065}
+      {{- end }}
     # It answers once the model is loaded; that may take long, and only then do the other two probes start.
     startupProbe:
       grpc: {port: {{ $healthPort }}}
@@ -156,6 +188,7 @@ containers:
       timeoutSeconds: 5
       failureThreshold: {{ add (div (int $values.drainTimeoutSeconds) 10) 4 }}
     {{- end }}
+    # A member has no port to probe. If it ends, stands still or cannot be reached, its leader ends, and so does the group.
     lifecycle: {{- include "baton.preStop" $values.preStopSeconds | nindent 6 }}
     resources: {{- include "baton.workerResources" $values | nindent 6 }}
     securityContext: {{- include "baton.containerSecurity" (dict "ipcLock" $values.rdma.ipcLock) | nindent 6 }}
@@ -166,6 +199,11 @@ containers:
       {{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}
       - name: kv
         mountPath: /kv
+      {{- end }}
+      {{- if $values.multiNode.enabled }}
+      - name: ranks
+        mountPath: /etc/baton-ranks
+        readOnly: true
       {{- end }}
       {{- if ne $volume.type "none" }}
       - name: model
@@ -186,6 +224,12 @@ volumes:
   {{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}
   - name: kv
     {{- include "baton.kvVolume" $root | nindent 4 }}
+  {{- end }}
+  {{- if $values.multiNode.enabled }}
+  - name: ranks
+    secret:
+      secretName: {{ include "baton.ranksSecret" . }}
+      defaultMode: 0440
   {{- end }}
   {{- if eq $volume.type "pvc" }}
   - name: model
