@@ -96,6 +96,10 @@ class Device(ABC):
         """Raises `InternalError` if a process that computes for this device is gone. Never waits. The engine's
         thread calls it, also if another one computes the steps."""
 
+    def say_end(self) -> None:  # noqa: B027
+        """Tells processes of other hosts, which compute for this device, that it ends as intended. Any thread may call
+        it."""
+
     def check(self, row: StepRow) -> None:
         """Raises `InternalError` if a row has no new tokens, more than the model takes, or too few blocks for them."""
         info, end = self.info, row.num_computed_tokens + len(row.token_ids)

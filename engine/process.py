@@ -1,7 +1,8 @@
 """The engine's own process: `python -m engine.process`, started by `worker.engine_process`.
 
 It reads one line of JSON from standard input (`Bootstrap`), connects back over a local ZeroMQ pair, and serves until
-standard input closes, which happens when its parent ends, however it ends. Linux makes sure of that.
+standard input closes, which happens when its parent ends, however it ends. Linux makes sure of that. A parent that ends
+it as intended says so before (`END_LINE`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +34,7 @@ from common.types import LOAD_INTERVAL_S, WorkerLoad
 from engine import messages as m
 from engine.local.device_choice import SIMULATED
 
+END_LINE = "end\n"  # last line of standard input
 IDLE_POLL_S = 1.0
 ALIVE_INTERVAL_S = 1.0  # the front hears something at least this often, in mid-step too, else the engine hangs
 METRICS_INTERVAL_S = 1.0
@@ -92,14 +94,15 @@ def main() -> int:
     is_pinned = _pin(settings.cpu_cores)
     die_with_parent()
     end_with_threads()  # without a connector's thread its transfers would never end
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    at_end: list[Callable[[], None]] = []
+    threading.Thread(target=_exit_with_parent, args=(at_end,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.LINGER, 1000)
     socket.connect(bootstrap.address)
     try:
         if not is_pinned:
             raise ConfigError("--cpu-cores", f"none of {', '.join(map(str, settings.cpu_cores))} is for this process")
-        _serve(bootstrap, settings, socket)
+        _serve(bootstrap, settings, socket, at_end)
     except BatonError as error:
         socket.send(m.encode([m.EngineFailed(error.message)]))
         return 1
@@ -126,38 +129,41 @@ def _pin(cores: Sequence[int]) -> bool:
     return True
 
 
-def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:
-    """Loads the model, then: commands in, one step, events out, for ever."""
+def _serve(
+    bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes], at_end: list[Callable[[], None]]
+) -> None:
+    """Loads the model, then: commands in, one step, events out, for ever. Adds to `at_end` what is to be called if the
+    front ends this process."""
+    from engine.connectors import create_connectors
     from engine.core import EngineCore
     from engine.device_thread import DeviceThread
     from engine.devices import load_drafter, open_device
-    from engine.hosts.no_kv import NoKV
     from engine.learning.report import BatchTimeReporter
     from engine.learning.start import start_learning
     from engine.sampling.grammars import GrammarCompiler
     from engine.step_profiler import StepProfiler
-    from kv_store.base import ConnectorConfig, KVConnector
-    from kv_store.registry import create_connector, create_store
 
     wakeup = Wakeup()
-    config = ConnectorConfig(
-        epoch=bootstrap.epoch,
-        worker_id=bootstrap.worker_id,
-        transfer_timeout_s=settings.transfer_timeout_s,
-        verify_checksums=settings.verify_checksums,
-        section=settings.model_extra or {},
+    num_ranks = settings.tensor_parallel_size if settings.num_hosts == 1 else 1  # whose caches this process sees
+    connector, store = create_connectors(
+        settings, epoch=bootstrap.epoch, worker_id=bootstrap.worker_id, num_ranks=num_ranks
     )
-    store: KVConnector | None = None
-    if settings.num_hosts > 1:  # their KV lies where no connector of this process reaches it
-        connector: KVConnector = NoKV(config)
-        not_used = [settings.connector, *([settings.store] if settings.store else [])]
-        log.warning("KV blocks do not come or go: --num-hosts", extra={"not_used": ", ".join(not_used)})
-    else:
-        connector = create_connector(settings.connector, config, settings.tensor_parallel_size)
-        store = create_store(settings.connector, settings.store, config, settings.tensor_parallel_size)
     if settings.record_steps and settings.num_ranks > 1:
         raise ConfigError("--record-steps", f"does not go with {settings.flag_of_ranks}: it sees one process' KV")
     device = open_device(Path(bootstrap.model_dir), settings)
+    at_end.append(device.say_end)
+    if settings.num_hosts > 1:
+        from engine.hosts.device import HostsDevice
+        from engine.hosts.kv_messages import Open
+
+        if isinstance(device, HostsDevice):
+            opening = Open(
+                connector=settings.connector,
+                store=settings.store,
+                epoch=bootstrap.epoch,
+                worker_id=bootstrap.worker_id,
+            )
+            connector, store = device.open_connectors(opening, connector, store)
     compile_grammar = GrammarCompiler(
         Path(bootstrap.model_dir) / "tokenizer.json", device.info.vocab_size, device.info.eos_token_ids
     )
@@ -372,10 +378,12 @@ class _MetricsReporter:
         return [m.MetricsChanged(changes)] if changes else []
 
 
-def _exit_with_parent() -> None:
-    """Ends this process when standard input closes, which happens when the parent ends: the parent holds the other end
-    and never writes again."""
-    sys.stdin.read()
+def _exit_with_parent(at_end: list[Callable[[], None]]) -> None:
+    """Ends this process when standard input closes, which happens when the parent ends: the parent holds the other end,
+    and writes `END_LINE` before if it ends this process as intended."""
+    if sys.stdin.read() == END_LINE:
+        for call in at_end:
+            call()
     os._exit(0)
 
 

@@ -4,6 +4,7 @@ mean."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ import zmq.asyncio
 
 from common.config import WorkerSettings
 from common.errors import UnavailableError
-from engine.process import Bootstrap
+from engine.process import END_LINE, Bootstrap
 
 log = logging.getLogger(__name__)
 
@@ -136,11 +137,13 @@ class EngineProcess:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Closes the process's standard input, which tells it to end, and kills it if it does not. A process that is
+        """Tells the process to end, by its standard input, and kills it if it does not. A process that is
         stuck in a system call of a dead file system ends only with that call, and is not waited for."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             assert process.stdin is not None  # noqa: S101
+            with contextlib.suppress(OSError):  # it has just ended
+                process.stdin.write(END_LINE.encode())
             process.stdin.close()
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):

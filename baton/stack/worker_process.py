@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from common.config import WorkerSettings
-from common.errors import ConfigError, StartupError
+from common.errors import StartupError
 from common.logs import setup_logging
 from common.process.allocator import keep_few_arenas
 from common.process.garbage_collection import look_rarely
@@ -40,8 +40,6 @@ def main(settings: WorkerSettings, role: WorkerRole, start_engine: StartEngine |
         raise StartupError("connector: memory works inside one process only; workers need shared_storage or another")
     if role is WorkerRole.PREFILL:
         settings = settings.model_copy(update={"speculation": "none"})  # it generates nothing
-    if settings.num_hosts > 1 and role is WorkerRole.PREFILL:
-        raise ConfigError("--num-hosts", "is for workers that decode: KV of several hosts cannot be handed over")
     is_member = host_index(settings, os.environ) > 0
     model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
     if is_member:

@@ -1,7 +1,7 @@
 """The device of a worker whose ranks are on several hosts: rank 0's side.
 
 Steps go to the other ranks over TCP, values by Gloo. Each rank's KV cache lies in its own process, where this one does
-not see it: blocks do not leave such a worker (engine/hosts/no_kv.py). Blocks in host memory stay with each rank.
+not see it: each has connectors of its own (engine/hosts/kv.py). Blocks in host memory stay with each rank, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as in torch's own documentation
 
 from common.config import EngineSettings
@@ -24,16 +25,17 @@ from engine.device import Device, KVPlane, Ticket, do_nothing
 from engine.hosts.gathering import Member, gather, start_all
 from engine.hosts.group import HostGroup
 from engine.hosts.handshake import Purpose, Start
+from engine.hosts.kv import KVLink, join_hosts
+from engine.hosts.kv_messages import Open
 from engine.hosts.place import Place, place_of
 from engine.local.device import LocalDevice, warm_up_rows
 from engine.ranks.launch import check_supported, share_of_rank
 from engine.ranks.messages import LOOK_S, Copy, Done, Failed, Message, Step
 from engine.ranks.process import checked, ready
 from engine.step import StepInput, StepOutput
+from kv_store.base import KVConnector
 
 log = logging.getLogger(__name__)
-
-_JOIN_S = 60.0  # that ranks, which are all there, may take to find each other's store
 
 
 def share_of_host(settings: EngineSettings, model_dir: Path) -> EngineSettings:
@@ -57,25 +59,29 @@ class HostsDevice(Device):
         share = share_of_host(settings, model_dir)
         self._said: dict[int, Message] = {}  # by rank: read, and not taken yet
         self._lock = threading.Lock()  # `check_alive` may be called beside a step
+        self._sending = threading.Lock()  # copies are asked for beside the thread that begins steps
+        self._num_copies = 0  # messages with copies that were sent
+        self._links: list[KVLink] = []
+        self._other_planes: list[KVPlane] = []
         self._members = gather(place, model_identity(model_dir))
         try:
             self._channels = {member.number: member.channel for member in self._members}
-            self._store = TCPStore("localhost", 0, None, True, timedelta(seconds=_JOIN_S), wait_for_workers=False)
+            timeout = timedelta(seconds=place.timeout_s)
+            self._store = TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
             start_all(self._members, Start(settings=share.model_dump_json(), store_port=self._store.port))
             own = self._members[0].sockets[Purpose.STEPS].getsockname()[0]
-            group = HostGroup(self._store, 0, place.num_hosts, own, self._problem)
+            group = HostGroup(self._store, 0, place.num_hosts, own, self._problem, timeout_s=place.timeout_s)
             self._local = LocalDevice(model_dir, share, raises=True, group=group)
-            for member in self._members:
-                self._compare(member)
+            self._other_planes = [self._plane_of(member) for member in self._members]
         except (LostRankError, OSError) as error:
-            self.close()
+            self._leave()
             raise StartupError(str(error)) from error
         except RuntimeError as error:  # of torch
-            self.close()
+            self._leave()
             reason = self._problem() or str(error).splitlines()[0]
             raise StartupError(f"the ranks of {place.num_hosts} hosts do not find each other: {reason}") from error
         except BaseException:
-            self.close()
+            self._leave()
             raise
         info = self._local.info
         spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
@@ -109,10 +115,26 @@ class HostsDevice(Device):
         if copies:
             self._local.copy(copies)
             self._send(Copy.of(copies))
+            self._num_copies += 1
 
     def planes(self) -> list[KVPlane]:
-        """Rank 0's alone: nobody here sees the others."""
-        return self._local.planes()
+        """Those of other ranks have no block here: their connectors do not need them."""
+        return [*self._local.planes(), *self._other_planes]
+
+    def open_connectors(
+        self, opening: Open, connector: KVConnector, store: KVConnector | None
+    ) -> tuple[KVConnector, KVConnector | None]:
+        """Rank 0's, which `opening` names, joined with those that the other ranks open. Raises `StartupError` if a rank
+        cannot."""
+        own = [connector] if store is None else [connector, store]
+        self._links = [
+            KVLink(member.number, member.sockets[Purpose.KV], lambda: self._num_copies) for member in self._members
+        ]
+        try:
+            joined = join_hosts(own, self._links, opening, self.check_alive)
+        except (LostRankError, EOFError, OSError) as error:
+            raise StartupError(self._problem() or str(error)) from error
+        return joined[0], joined[1] if store is not None else None
 
     def warm_up(self) -> None:
         """As `LocalDevice.warm_up` does."""
@@ -124,21 +146,33 @@ class HostsDevice(Device):
         if reason := self._problem():
             raise LostRankError(reason)
 
+    def say_end(self) -> None:
+        for member in self._members:
+            member.say_end()
+
     def close(self) -> None:
         """Ends the other ranks."""
+        self.say_end()
+        self._leave()
+
+    def _leave(self) -> None:
         for member in self._members:
             member.close()
+        for link in self._links:
+            link.close()
 
     def _send(self, message: Message) -> None:
-        for member in self._members:
-            try:
-                self._channels[member.number].send(message, while_full=self.check_alive)
-            except OSError as error:
-                raise LostRankError(self._problem() or f"rank {member.number} does not listen") from error
+        with self._sending:
+            for member in self._members:
+                try:
+                    self._channels[member.number].send(message, while_full=self.check_alive)
+                except OSError as error:
+                    raise LostRankError(self._problem() or f"rank {member.number} does not listen") from error
 
-    def _compare(self, member: Member) -> None:
+    def _plane_of(self, member: Member) -> KVPlane:
         """Waits until the rank has loaded its part. Raises `StartupError` if it is not like this one."""
-        checked(member.number, self._answer(member, do_nothing), ready(self._local))
+        spec = checked(member.number, self._answer(member, do_nothing), ready(self._local)).spec
+        return KVPlane(spec=spec, cache=np.empty((0, *spec.block_shape), np.float32))
 
     def _answer(self, member: Member, meanwhile: Callable[[], None]) -> Message:
         """What the rank says next. Raises `LostRankError` if nothing will come."""

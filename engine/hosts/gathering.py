@@ -49,6 +49,11 @@ class Member:
     def problem(self) -> str:
         return "" if self.beats is None else self.beats.problem
 
+    def say_end(self) -> None:
+        """See `Beats.say_end`."""
+        if self.beats is not None:
+            self.beats.say_end()
+
     def close(self) -> None:
         if self.beats is not None:
             self.beats.close()
@@ -120,8 +125,8 @@ def _missing(place: Place, members: dict[int, Member]) -> str:
     return f"rank {', '.join(numbers)}" if numbers else ""
 
 
-def join(place: Place, model: str, on_lost: Callable[[str], None]) -> Member:
-    """Connects the rank of this host to rank 0, which may come later. `on_lost`: see `Beats`. Raises `StartupError` if
+def join(place: Place, model: str, on_gone: Callable[[str], None]) -> Member:
+    """Connects the rank of this host to rank 0, which may come later. `on_gone`: see `Beats`. Raises `StartupError` if
     rank 0 refuses it, or does not come in time."""
     give_up = time.monotonic() + place.timeout_s
     said_at = time.monotonic()
@@ -139,7 +144,7 @@ def join(place: Place, model: str, on_lost: Callable[[str], None]) -> Member:
                 if purpose is Purpose.BEATS:
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     member.sockets[purpose] = end
-                    member.beats = Beats(end, f"rank 0 ({place.host})", on_lost)
+                    member.beats = Beats(end, f"rank 0 ({place.host})", on_gone)
                 else:
                     member.add(purpose, end)
         except (OSError, EOFError, ValueError) as error:

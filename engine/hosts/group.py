@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,17 +15,21 @@ from engine.ranks.group import LONGEST_WAIT_S, AddingGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroupGloo
 
 _LOOK = timedelta(seconds=0.25)
+_MEET_LOOK_S = 0.1
 _REASON_S = 2.0  # that the reason for a broken connection may take to come
 
 
 class HostGroup(AddingGroup):
     """A `RankGroup`. Raises `LostRankError` if a rank will not come: the group is of no use then."""
 
-    def __init__(self, store: Store, rank: int, size: int, address: str, problem: Callable[[], str]) -> None:
-        """Meets the other ranks by `store`. `address` is this host's, as the others reach it. `problem`: why no further
-        value will come, in one line; empty if it may."""
+    def __init__(
+        self, store: Store, rank: int, size: int, address: str, problem: Callable[[], str], *, timeout_s: float
+    ) -> None:
+        """Meets the other ranks by `store`, within `timeout_s`. `address` is this host's, as the others reach it.
+        `problem`: why no further value will come, in one line; empty if it may."""
         from torch.distributed import ProcessGroupGloo
 
         self.rank, self.size = rank, size
@@ -32,7 +37,33 @@ class HostGroup(AddingGroup):
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=LONGEST_WAIT_S)
-        self._group = ProcessGroupGloo(store, rank, size, options)
+        self._group = self._meet(lambda: ProcessGroupGloo(store, rank, size, options), timeout_s)
+
+    def _meet(self, build: Callable[[], ProcessGroupGloo], timeout_s: float) -> ProcessGroupGloo:
+        """Gloo waits for all ranks, whatever has become of them. So a thread waits, which is left to itself if one is
+        lost."""
+        built: list[ProcessGroupGloo | RuntimeError] = []
+
+        def run() -> None:
+            try:
+                built.append(build())
+            except RuntimeError as error:
+                built.append(error)
+
+        thread = threading.Thread(target=run, name="gloo", daemon=True)
+        thread.start()
+        give_up = time.monotonic() + timeout_s
+        while not built:
+            thread.join(_MEET_LOOK_S)
+            if reason := self._problem():
+                raise LostRankError(reason)
+            if time.monotonic() > give_up:
+                raise LostRankError(
+                    f"the ranks of other hosts cannot be reached within {timeout_s:g} s (--ranks-timeout)"
+                )
+        if isinstance(built[0], RuntimeError):
+            raise LostRankError(self._reason_for(built[0])) from built[0]
+        return built[0]
 
     def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         own = values.contiguous().view(-1).view(torch.uint8)  # Gloo doesn't know all dtypes

@@ -27,6 +27,7 @@ HANDSHAKE_S = 3.0  # that a peer may take for each message
 
 class Purpose(StrEnum):
     STEPS = "steps"
+    KV = "kv"
     BEATS = "beats"
 
 
@@ -72,10 +73,15 @@ def send(end: socket.socket, message: msgspec.Struct) -> None:
 
 def receive(end: socket.socket, kind: type[T]) -> T:
     """Raises `OSError` or `EOFError` if the peer is gone or late, `ValueError` if it says something else."""
+    return msgspec.msgpack.decode(receive_bytes(end, _MAX_BYTES), type=kind)
+
+
+def receive_bytes(end: socket.socket, max_bytes: int) -> bytearray:
+    """One message. Raises as `receive`."""
     (length,) = _LENGTH.unpack(receive_exactly(end, _LENGTH.size))
-    if length > _MAX_BYTES:
+    if length > max_bytes:
         raise ValueError(f"a message of {length} bytes")
-    return msgspec.msgpack.decode(receive_exactly(end, length), type=kind)
+    return receive_exactly(end, length)
 
 
 def receive_exactly(end: socket.socket, num_bytes: int) -> bytearray:

@@ -6,38 +6,49 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config import EngineSettings
-from common.errors import BatonError, LostRankError
+from common.config import EngineSettings, WorkerSettings
+from common.errors import BatonError, ConfigError, LostRankError
 from common.model_files import model_identity
+from common.process.tasks import end_with_threads
+from engine.connectors import create_connectors
 from engine.hosts.gathering import Member, join
 from engine.hosts.group import HostGroup
 from engine.hosts.handshake import Purpose, Start, receive
+from engine.hosts.kv_messages import Open
+from engine.hosts.member_kv import MemberKV
 from engine.hosts.place import Place, place_of
 from engine.ranks.messages import Channel, Copy, Done, Failed, Step
 
 if TYPE_CHECKING:
     from engine.local.device import LocalDevice
+    from kv_store.base import KVConnector
 
 log = logging.getLogger(__name__)
 
-_STORE_S = 60.0
+_LAST_WORD_S = 5.0  # for what rank 0 says at its end, or for the silence that says that it is lost
 
 
-def run(settings: EngineSettings, model_dir: Path) -> int:
+def run(settings: WorkerSettings, model_dir: Path) -> int:
     """Returns 0 if rank 0 told it to end, else 1. Raises `StartupError` and `ConfigError`."""
+    end_with_threads()
     place = place_of(settings, os.environ)
     if settings.cpu_cores:
         os.sched_setaffinity(0, settings.cpu_cores)
 
-    def lost(reason: str) -> None:
-        log.error("this rank ends", extra={"reason": reason})
-        os._exit(1)  # the main thread may wait for values that never come
+    def gone(reason: str) -> None:
+        if reason:
+            log.error("this rank ends", extra={"reason": reason})
+        else:
+            log.info("rank 0 has ended, and so does this rank")
+        os._exit(1 if reason else 0)  # the main thread may wait for values that never come
 
-    member = join(place, model_identity(model_dir), lost)
+    member = join(place, model_identity(model_dir), gone)
     _end_with_rank_0()
     log.info("joined", extra={"rank": place.index, "num_hosts": place.num_hosts})
     return serve(place, settings, model_dir, member)
@@ -55,8 +66,8 @@ def _end_with_rank_0() -> None:
         signal.signal(number, told)
 
 
-def serve(place: Place, settings: EngineSettings, model_dir: Path, member: Member) -> int:
-    """Computes what rank 0 says, until it is gone."""
+def serve(place: Place, settings: WorkerSettings, model_dir: Path, member: Member) -> int:
+    """Computes what rank 0 says, until it is gone. Returns 0 if it said so."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as in torch's own documentation
 
     from engine.local.device import LocalDevice
@@ -64,23 +75,32 @@ def serve(place: Place, settings: EngineSettings, model_dir: Path, member: Membe
 
     steps = member.sockets[Purpose.STEPS]
     channel = Channel(steps)
+    kv: MemberKV | None = None
     try:
         start = receive(steps, Start)
         own = {"cache_dir": settings.cache_dir, "num_threads": settings.num_threads or len(settings.cpu_cores) or None}
         share = EngineSettings.model_validate_json(start.settings).model_copy(update=own)
-        store = TCPStore(
-            steps.getpeername()[0], start.store_port, None, False, timedelta(seconds=_STORE_S), wait_for_workers=False
+        timeout = timedelta(seconds=place.timeout_s)
+        store = TCPStore(steps.getpeername()[0], start.store_port, None, False, timeout, wait_for_workers=False)
+        group = HostGroup(
+            store,
+            place.index,
+            place.num_hosts,
+            steps.getsockname()[0],
+            member.problem,
+            timeout_s=place.timeout_s,
         )
-        group = HostGroup(store, place.index, place.num_hosts, steps.getsockname()[0], member.problem)
         device = LocalDevice(model_dir, share, raises=True, group=group)
+        [plane] = device.planes()
+        kv = MemberKV(member.sockets[Purpose.KV], plane, partial(_connectors, settings))
+        kv.start()
         channel.send(ready(device))
-        _compute(channel, device)
+        _compute(channel, device, kv.copied)
     except LostRankError as error:
         log.warning("this rank ends", extra={"reason": error.message})
         return 1
     except (EOFError, ConnectionError):
-        log.info("rank 0 has ended, and so does this rank")
-        return 0
+        return 0 if _has_said_end(member) else 1
     except Exception as error:
         reason = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
         log.exception("this rank failed")
@@ -89,10 +109,33 @@ def serve(place: Place, settings: EngineSettings, model_dir: Path, member: Membe
         return 1
     finally:
         member.close()
+        if kv is not None:
+            kv.close()
     return 0
 
 
-def _compute(channel: Channel, device: LocalDevice) -> None:
+def _has_said_end(member: Member) -> bool:
+    """Whether rank 0, which is gone, said that it ends. What it said may come after the end of another connection."""
+    if member.beats is None:
+        return False
+    member.beats.wait(_LAST_WORD_S)
+    return member.beats.has_said_end
+
+
+def _connectors(settings: WorkerSettings, opening: Open) -> list[KVConnector]:
+    """Of this rank. Raises `ConfigError` if its settings name others than rank 0's."""
+    for flag, own, theirs in (
+        ("--connector", settings.connector, opening.connector),
+        ("--store", settings.store, opening.store),
+    ):
+        if own != theirs:
+            raise ConfigError(flag, f"is {own or 'none'} here, but {theirs or 'none'} for rank 0")
+    connector, store = create_connectors(settings, epoch=opening.epoch, worker_id=opening.worker_id)
+    return [connector] if store is None else [connector, store]
+
+
+def _compute(channel: Channel, device: LocalDevice, copied: Callable[[], None]) -> None:
+    """`copied` is called when the copies of one message are done."""
     while True:
         message, _ = channel.receive()
         match message:
@@ -101,5 +144,6 @@ def _compute(channel: Channel, device: LocalDevice) -> None:
                 channel.send(Done(message.number))
             case Copy():
                 device.copy(message.as_copies())
+                copied()
             case _:
                 raise ValueError(f"rank 0 said {type(message).__name__}")

@@ -460,7 +460,6 @@ def test_a_secret_of_the_users_is_mounted_and_none_is_made() -> None:
             "decode.settings.tensor_parallel_size: is 4, but decode.multiNode.size is 2: each pod has one rank",
         ),
         ({"decode.gpus": 1}, "decode.gpus: is 1, but ranks on several pods (decode.multiNode) compute on CPUs"),
-        ({"prefill.multiNode.enabled": True}, "prefill.multiNode.enabled: KV of a worker on several pods cannot"),
         ({"decode.settings.num_hosts": 2}, "num_hosts is not allowed"),
     ],
 )

@@ -51,9 +51,6 @@
 {{- if ne $given $size -}}
 {{- fail (printf "%s.settings.tensor_parallel_size: is %d, but %s.multiNode.size is %d: each pod has one rank" .component $given .component $size) -}}
 {{- end -}}
-{{- if eq .component "prefill" -}}
-{{- fail "prefill.multiNode.enabled: KV of a worker on several pods cannot be handed over" -}}
-{{- end -}}
 {{- if .values.gpus -}}
 {{- fail (printf "%s.gpus: is %d, but ranks on several pods (%s.multiNode) compute on CPUs" .component (int .values.gpus) .component) -}}
 {{- end -}}
@@ -144,7 +141,7 @@ spec:
 {{- $volume := $root.Values.model.volume -}}
 {{- $command := ternary "worker" .component (eq .component "both") -}}
 {{- $healthPort := include "baton.healthPort" (dict "root" $root "port" 50061) -}}
-{{- $lmcache := and (include "baton.lmcache" $root) (not .member) -}}
+{{- $lmcache := include "baton.lmcache" $root -}}
 {{ include "baton.podSpec" . }}
 {{- if $lmcache }}
 initContainers: {{- include "baton.lmcacheContainer" $root | nindent 2 }}

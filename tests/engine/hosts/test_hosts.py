@@ -12,27 +12,32 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as in torch's own documentation
 
-from common.config import EngineSettings
+from common.config import WorkerSettings
 from common.errors import ConfigError, LostRankError, StartupError
 from common.model_files import model_identity
 from common.types import SampledToken
 from common.version import VERSION
+from engine.connectors import create_connectors
 from engine.device import Device
 from engine.hosts import handshake, member
 from engine.hosts.beats import Beats
 from engine.hosts.device import HostsDevice
 from engine.hosts.gathering import join
-from engine.hosts.no_kv import NoKV
+from engine.hosts.group import HostGroup
+from engine.hosts.kv_messages import Open
 from engine.hosts.place import Place, host_index, place_of
 from engine.local.device import LocalDevice
 from engine.step import Draw, StepRow
-from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
+from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, TransferResult
+from kv_store.no_store import NoStore
 from tests.engine.tiny_models import BLOCK_SIZE, make_model
 
 SECRET = b"a secret of some length"
@@ -43,8 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "shared_by_hosts")
 
 
-def settings_of(**changes: object) -> EngineSettings:
+def settings_of(**changes: object) -> WorkerSettings:
     values = {
+        "model": "shared_by_hosts",
         "device": "cpu",
         "dtype": "float32",
         "block_size": BLOCK_SIZE,
@@ -55,7 +61,7 @@ def settings_of(**changes: object) -> EngineSettings:
         "num_hosts": 2,
         **changes,
     }
-    return EngineSettings.model_validate(values)
+    return WorkerSettings.model_validate(values)
 
 
 def free_port() -> int:
@@ -67,26 +73,29 @@ def place(index: int, port: int, *, secret: bytes = SECRET, timeout_s: float = 6
     return Place(num_hosts=2, index=index, host="127.0.0.1", port=port, timeout_s=timeout_s, secret=secret)
 
 
-def rank_1(model: Path, port: int, lost: list[str]) -> int:
+def rank_1(model: Path, port: int, settings: WorkerSettings) -> int:
     here = place(1, port)
-    return member.serve(here, settings_of(), model, join(here, model_identity(model), lost.append))
+    return member.serve(here, settings, model, join(here, model_identity(model), lambda _: None))
 
 
 @contextmanager
-def two_hosts(model: Path) -> Iterator[tuple[HostsDevice, Future[int]]]:
-    port, lost = free_port(), list[str]()
+def two_hosts(model: Path, **changes: object) -> Iterator[tuple[HostsDevice, Future[int]]]:
+    port, settings = free_port(), settings_of(**changes)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(rank_1, model, port, lost)
-        device = HostsDevice(model, settings_of(), place(0, port))
+        other = pool.submit(rank_1, model, port, settings)
+        device = HostsDevice(model, settings, place(0, port))
         try:
             yield device, other
         finally:
             device.close()
 
 
-def greedy(device: Device, num_tokens: int = 12) -> list[int]:
-    """A prompt, then token by token."""
-    tokens, start, drawn = list(range(3, 40)), 0, []
+PROMPT = list(range(3, 40))
+
+
+def greedy(device: Device, num_tokens: int = 12, *, num_computed: int = 0) -> list[int]:
+    """A prompt, then token by token. `num_computed`: tokens of the prompt whose KV is there."""
+    tokens, start, drawn = PROMPT[num_computed:], num_computed, []
     for index in range(num_tokens):
         row = StepRow(
             token_ids=tokens,
@@ -109,6 +118,80 @@ def test_tokens_are_those_of_one_rank(model: Path) -> None:
         assert greedy(device) == expected
         assert (device.info.spec.num_kv_heads, device.info.spec.tp_size) == (2, 1)
     assert other.result(30) == 0, "the other rank ends with rank 0"
+
+
+class Moving:
+    """A connector of a device."""
+
+    def __init__(self, device: Device, connector: KVConnector) -> None:
+        self.connector = connector
+        self._woken = threading.Event()
+        connector.register_shards([(plane.cache, plane.spec) for plane in device.planes()], self._woken.set)
+
+    def results(self, num: int) -> list[TransferResult]:
+        found: list[TransferResult] = []
+        while len(found) < num:
+            assert self._woken.wait(60)
+            self._woken.clear()
+            found += self.connector.poll()
+        return found
+
+    def publish_prompt(self) -> list[BlockRef]:
+        """Its whole blocks."""
+        self.connector.publish(1, [LocalBlock(index, index, bytes([index]) * 16) for index in range(2)])
+        return [one.ref for one in self.results(2) if one.ref is not None]
+
+    def fetch(self, refs: list[BlockRef]) -> None:
+        self.connector.fetch(2, [FetchBlock(ref, ref.index) for ref in refs])
+        assert [one.error for one in self.results(len(refs))] == [None] * len(refs)
+
+
+@pytest.mark.parametrize("hosts_hand_over", [True, False])
+def test_a_prompts_blocks_are_handed_over(model: Path, tmp_path: Path, hosts_hand_over: bool) -> None:
+    """By two hosts to a worker of one rank, or the other way."""
+    stored = {"connector": "shared_storage", "kv_dir": str(tmp_path)}
+    alone = LocalDevice(model, settings_of(tensor_parallel_size=1, num_hosts=1))
+    opening = Open(connector="shared_storage", store="", epoch="e", worker_id="w")
+    with two_hosts(model, **stored) as (hosts, _):
+        of_hosts, of_one = (create_connectors(settings_of(**stored), epoch="e", worker_id=name)[0] for name in "hw")
+        joined, store = hosts.open_connectors(opening, of_hosts, None)
+        assert store is None
+        on_hosts, on_one = Moving(hosts, joined), Moving(alone, of_one)
+        first, last = (hosts, alone) if hosts_hand_over else (alone, hosts)
+        publishing, fetching = (on_hosts, on_one) if hosts_hand_over else (on_one, on_hosts)
+        expected = greedy(first)
+        refs = publishing.publish_prompt()
+        assert [ref.index for ref in refs] == [0, 1]
+        fetching.fetch(refs)
+        assert greedy(last, num_computed=2 * BLOCK_SIZE) == expected
+        for one in (joined, of_one):
+            one.close()
+
+
+def test_a_rank_with_another_connector_is_refused(model: Path, tmp_path: Path) -> None:
+    with two_hosts(model, connector="shared_storage", kv_dir=str(tmp_path)) as (hosts, _):
+        opening = Open(connector="nixl", store="", epoch="e", worker_id="w")
+        with pytest.raises(StartupError, match=r"^rank 1: --connector: is shared_storage here, but nixl for rank 0$"):
+            hosts.open_connectors(opening, NoStore(), None)
+
+
+@pytest.mark.parametrize(
+    ("problem", "timeout_s", "words"),
+    [
+        ("rank 1 has ended", 60.0, r"^rank 1 has ended$"),
+        ("", 0.1, r"cannot be reached within 0.1 s \(--ranks-timeout\)$"),
+    ],
+)
+def test_hosts_that_do_not_find_each_other(problem: str, timeout_s: float, words: str) -> None:
+    """Gloo itself would wait for minutes."""
+    store = TCPStore("localhost", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    with pytest.raises(LostRankError, match=words):
+        HostGroup(store, 0, 2, "127.0.0.1", lambda: problem, timeout_s=timeout_s)
+    [waiting] = [thread for thread in threading.enumerate() if thread.name == "gloo"]
+    theirs = TCPStore("localhost", store.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    HostGroup(theirs, 1, 2, "127.0.0.1", lambda: "", timeout_s=60.0)
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def handshake_of(*, secret: bytes = SECRET, rank: int = 1, num_hosts: int = 2, **more: str) -> tuple[str, str]:
@@ -175,14 +258,20 @@ def test_a_silent_peer_is_lost() -> None:
         beats.close()
 
 
-def test_no_block_comes_or_goes() -> None:
-    connector = NoKV(ConnectorConfig())
-    connector.publish(1, [LocalBlock(index=0, block_id=4, block_hash=b"a")])
-    connector.fetch(2, [FetchBlock(ref=BlockRef(index=0, block_hash=b"a"), block_id=5)])
-    results = connector.poll()
-    assert [(result.job_id, result.block_id) for result in results] == [(1, 4), (2, 5)]
-    assert all("--num-hosts" in (result.error or "") for result in results)
-    assert connector.poll() == []
+def test_a_peer_that_ends_as_intended_is_not_lost() -> None:
+    ours, theirs = socket.socketpair()
+    said, is_gone = list[str](), threading.Event()
+
+    def gone(reason: str) -> None:
+        said.append(reason)
+        is_gone.set()
+
+    beats, peer = Beats(ours, "rank 0", gone), Beats(theirs, "rank 1")
+    peer.say_end()
+    assert is_gone.wait(30)
+    assert (said, beats.problem, beats.has_said_end) == ([""], "", True)
+    beats.close()
+    peer.close()
 
 
 def test_a_pod_knows_its_place(tmp_path: Path) -> None:
@@ -217,25 +306,27 @@ def test_what_is_missing_is_named(changes: dict[str, object], environ: dict[str,
 RANK_0 = """
 import sys, time
 from pathlib import Path
-from common.config import EngineSettings
+from common.config import WorkerSettings
 from engine.hosts.device import HostsDevice
-device = HostsDevice(Path(sys.argv[2]), EngineSettings.model_validate_json(sys.argv[1]))
+device = HostsDevice(Path(sys.argv[2]), WorkerSettings.model_validate_json(sys.argv[1]))
 print("ready", flush=True)
-time.sleep(600)
+sys.stdin.readline()
+device.close()
 """
 RANK_1 = """
 import sys
 from pathlib import Path
-from common.config import EngineSettings
+from common.config import WorkerSettings
 from engine.hosts.member import run
-sys.exit(run(EngineSettings.model_validate_json(sys.argv[1]), Path(sys.argv[2])))
+sys.exit(run(WorkerSettings.model_validate_json(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
 @contextmanager
-def rank_process(code: str, model: Path, settings: EngineSettings, index: int) -> Iterator[subprocess.Popen[bytes]]:
+def rank_process(code: str, model: Path, settings: WorkerSettings, index: int) -> Iterator[subprocess.Popen[bytes]]:
     given = settings.model_copy(update={"host_index": index}).model_dump_json()
-    with subprocess.Popen([sys.executable, "-c", code, given, str(model)], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", code, given, str(model)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield process
         finally:
@@ -243,7 +334,7 @@ def rank_process(code: str, model: Path, settings: EngineSettings, index: int) -
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> EngineSettings:
+def meeting(tmp_path: Path) -> WorkerSettings:
     """Settings of both hosts, but for the host's index."""
     (tmp_path / "secret").write_bytes(SECRET)
     return settings_of(ranks_address=f"127.0.0.1:{free_port()}", ranks_secret_file=str(tmp_path / "secret"))
@@ -256,7 +347,7 @@ def compute_until(device: Device, give_up: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_the_device(model: Path, meeting: EngineSettings, signum: signal.Signals) -> None:
+def test_a_lost_rank_ends_the_device(model: Path, meeting: WorkerSettings, signum: signal.Signals) -> None:
     with rank_process(RANK_1, model, meeting, 1) as process:
         here = place(0, int(meeting.ranks_address.rpartition(":")[2]))
         device = HostsDevice(model, meeting, here)
@@ -269,9 +360,16 @@ def test_a_lost_rank_ends_the_device(model: Path, meeting: EngineSettings, signu
 
 
 @pytest.mark.slow
-def test_a_rank_ends_if_rank_0_was_killed(model: Path, meeting: EngineSettings) -> None:
+@pytest.mark.parametrize(("is_killed", "code"), [(True, 1), (False, 0)])
+def test_a_rank_ends_with_rank_0(model: Path, meeting: WorkerSettings, is_killed: bool, code: int) -> None:
+    """Well, if rank 0 ends as intended."""
     with rank_process(RANK_0, model, meeting, 0) as rank_0, rank_process(RANK_1, model, meeting, 1) as rank_1:
+        assert rank_0.stdin is not None
         assert rank_0.stdout is not None
         assert rank_0.stdout.readline() == b"ready\n"
-        rank_0.kill()
-        assert rank_1.wait(30) in (0, 1)
+        if is_killed:
+            rank_0.kill()
+        else:
+            rank_0.stdin.write(b"\n")
+            rank_0.stdin.close()
+        assert rank_1.wait(30) == code
