@@ -1,7 +1,6 @@
 """Workers of several pods: groups made, scaled and made anew by LeaderWorkerSet's own controller.
 
-What a group computes together is the worker's business. Here each member runs what the chart starts in it, which is a
-worker by itself; only leaders get requests.
+What a group computes together is looked at in test_hosts.py.
 """
 
 from __future__ import annotations
