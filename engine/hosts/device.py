@@ -77,8 +77,8 @@ class HostsDevice(Device):
             self._leave()
             raise StartupError(str(error)) from error
         except RuntimeError as error:  # of torch
-            self._leave()
             reason = self._problem() or str(error).splitlines()[0]
+            self._leave()
             raise StartupError(f"the ranks of {place.num_hosts} hosts do not find each other: {reason}") from error
         except BaseException:
             self._leave()
@@ -133,7 +133,8 @@ class HostsDevice(Device):
         try:
             joined = join_hosts(own, self._links, opening, self.check_alive)
         except (LostRankError, EOFError, OSError) as error:
-            raise StartupError(self._problem() or str(error)) from error
+            reason = self._problem() or f"a rank has gone while it opened its connectors: {error}"
+            raise StartupError(reason) from error
         return joined[0], joined[1] if store is not None else None
 
     def warm_up(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import StartupError
+from common.metric_relay import MetricRelay
 from engine.hosts import kv_messages as m
 from engine.hosts.handshake import receive_bytes, send
 from kv_store.base import Eviction, FetchBlock, KVConnector, LocalBlock, TransferResult
@@ -35,12 +36,16 @@ class KVLink:
     """Rank 0's end of the connection for KV to one other rank. One thread sends and another one receives, so the
     engine's thread never waits for the network."""
 
-    def __init__(self, number: int, end: socket.socket, num_copies: Callable[[], int]) -> None:
-        """`number`: of the rank. `num_copies`: messages with copies of blocks that the rank was sent so far."""
+    def __init__(
+        self, number: int, end: socket.socket, num_copies: Callable[[], int], relay: MetricRelay | None = None
+    ) -> None:
+        """`number`: of the rank. `num_copies`: messages with copies of blocks that the rank was sent so far. `relay`:
+        of `COUNTERS` if None."""
         self.number = number
         self._end = end
         self._num_copies = num_copies
         self._calls: queue.SimpleQueue[m.Call | None] = queue.SimpleQueue()
+        self._relay = relay or MetricRelay(m.COUNTERS)
         self._ranks: list[RemoteRank] = []
         self._evictions: dict[int, tuple[Eviction, RemoteRank]] = {}
         self._numbers = itertools.count(1)
@@ -106,6 +111,8 @@ class KVLink:
                         eviction.failure = evicted.failure
                         eviction.num_blocks = evicted.num_blocks  # last: it says that the rest is there
                         rank.wake()
+                    case m.Counted(changes=changes):
+                        self._relay.apply(changes)
                     case message:
                         raise ValueError(f"rank {self.number} said {type(message).__name__}")
         except (EOFError, OSError) as error:

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from common import metrics
+from common.metric_relay import Change
 from kv_store.base import FetchBlock, LocalBlock, TransferResult
 
 
@@ -76,6 +78,10 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     results: list[TransferResult]
 
 
+class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    changes: list[Change]  # of `COUNTERS`, since the rank said so last
+
+
 class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     num_blocks: int
@@ -84,7 +90,15 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Call: TypeAlias = AddPeer | Publish | Fetch | Release | Touch | Evict
 ToMember: TypeAlias = Open | Call
-ToRank0: TypeAlias = Opened | Refused | Results | Evicted
+ToRank0: TypeAlias = Opened | Refused | Results | Evicted | Counted
+
+COUNTERS = (
+    metrics.kv_store_failed_blocks,
+    metrics.kv_store_failed_lookups,
+    metrics.kv_store_evicted_runs,
+    metrics.kv_store_evicted_bytes,
+)
+"""What connectors count: rank 0 has the sums of all ranks."""
 
 MAX_BYTES = 1 << 28  # of one message: the references of a very long prompt's blocks
 to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)

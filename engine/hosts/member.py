@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from common.config import EngineSettings, WorkerSettings
 from common.errors import BatonError, ConfigError, LostRankError
+from common.metric_relay import MetricRelay
 from common.model_files import model_identity
 from common.process.tasks import end_with_threads
 from engine.connectors import create_connectors
 from engine.hosts.gathering import Member, join
 from engine.hosts.group import HostGroup
 from engine.hosts.handshake import Purpose, Start, receive
-from engine.hosts.kv_messages import Open
+from engine.hosts.kv_messages import COUNTERS, Open
 from engine.hosts.member_kv import MemberKV
 from engine.hosts.place import Place, place_of
 from engine.ranks.messages import Channel, Copy, Done, Failed, Step
@@ -51,7 +52,7 @@ def run(settings: WorkerSettings, model_dir: Path) -> int:
     member = join(place, model_identity(model_dir), gone)
     _end_with_rank_0()
     log.info("joined", extra={"rank": place.index, "num_hosts": place.num_hosts})
-    return serve(place, settings, model_dir, member)
+    return serve(place, settings, model_dir, member, MetricRelay(COUNTERS))
 
 
 def _end_with_rank_0() -> None:
@@ -66,8 +67,10 @@ def _end_with_rank_0() -> None:
         signal.signal(number, told)
 
 
-def serve(place: Place, settings: WorkerSettings, model_dir: Path, member: Member) -> int:
-    """Computes what rank 0 says, until it is gone. Returns 0 if it said so."""
+def serve(
+    place: Place, settings: WorkerSettings, model_dir: Path, member: Member, relay: MetricRelay | None = None
+) -> int:
+    """Computes what rank 0 says, until it is gone. Returns 0 if it said so. `relay`: see `MemberKV`."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as in torch's own documentation
 
     from engine.local.device import LocalDevice
@@ -92,7 +95,7 @@ def serve(place: Place, settings: WorkerSettings, model_dir: Path, member: Membe
         )
         device = LocalDevice(model_dir, share, raises=True, group=group)
         [plane] = device.planes()
-        kv = MemberKV(member.sockets[Purpose.KV], plane, partial(_connectors, settings))
+        kv = MemberKV(member.sockets[Purpose.KV], plane, partial(_connectors, settings), relay)
         kv.start()
         channel.send(ready(device))
         _compute(channel, device, kv.copied)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, IncompatibleError, TransferError
+from common.metric_relay import MetricRelay
 from engine.device import KVPlane
 from engine.hosts import kv_messages as m
 from engine.hosts.handshake import receive_bytes, send
@@ -29,11 +30,15 @@ class MemberKV:
     are done as rank 0 had sent.
     """
 
-    def __init__(self, end: socket.socket, plane: KVPlane, make: MakeConnectors) -> None:
-        """`end`: the connection for KV. `plane`: the KV cache of this rank."""
+    def __init__(
+        self, end: socket.socket, plane: KVPlane, make: MakeConnectors, relay: MetricRelay | None = None
+    ) -> None:
+        """`end`: the connection for KV. `plane`: the KV cache of this rank. `relay`: of `COUNTERS`; None if rank 0
+        is in this process, too."""
         self._end = end
         self._plane = plane
         self._make = make
+        self._relay = relay
         self._num_copies = 0  # messages with copies that were done
         self._calls: deque[m.Call] = deque()
         self._opening: m.Open | None = None
@@ -93,6 +98,8 @@ class MemberKV:
                     if results := connector.poll():
                         send(self._end, m.Results(of=of, results=results))
                 self._tell_evictions()
+                if self._relay is not None and (changes := self._relay.changes()):
+                    send(self._end, m.Counted(changes=changes))
         except OSError as error:
             log.debug("rank 0 hears no results", extra={"reason": str(error)})
         finally:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter
 
 from common.errors import StartupError, TransferError
+from common.metric_relay import Change, MetricRelay
 from common.types import KVCacheSpec
 from engine.device import KVPlane, do_nothing
 from engine.hosts.kv import KVLink, join_hosts
@@ -27,6 +29,18 @@ OPENING = Open(connector="shared_storage", store="", epoch="e1", worker_id="grou
 SPECS = [shard_of(WIDE_SPEC, 2, rank) for rank in range(2)]
 
 
+class Changes(MetricRelay):
+    """Of another process: the changes that a test puts in."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.given: list[Change] = []
+
+    def changes(self) -> list[Change]:
+        given, self.given = self.given, []
+        return given
+
+
 class Group:
     """Rank 0, and the rank of another host."""
 
@@ -34,9 +48,11 @@ class Group:
         self.ours, self.theirs = socket.socketpair()
         self.num_copies = 0  # that rank 0 has sent
         self.caches = caches
-        self.member = MemberKV(self.theirs, KVPlane(spec=SPECS[1], cache=caches[1]), make)
+        self.changes = Changes()
+        self.member = MemberKV(self.theirs, KVPlane(spec=SPECS[1], cache=caches[1]), make, self.changes)
         self.member.start()
-        self.link = KVLink(1, self.ours, lambda: self.num_copies)
+        self.counter = Counter("evicted", "", registry=CollectorRegistry())
+        self.link = KVLink(1, self.ours, lambda: self.num_copies, MetricRelay([self.counter]))
         self.woken = threading.Event()
 
     def open(self, own: KVConnector) -> KVConnector:
@@ -208,6 +224,17 @@ def test_a_block_is_published_after_the_copies_before_it(made: list[Group | KVCo
     group.member.copied()
     group.results(2)
     assert theirs.told == ["publish 1", "publish 2", "fetch 3"]
+
+
+def test_what_another_host_counts_is_in_the_workers_metrics(made: list[Group | KVConnector]) -> None:
+    group = Group(parts_of(random_cache(8, WIDE_SPEC, seed=1)), lambda _: [Told()])
+    joined = group.open(Told())
+    made += [joined, group]
+    group.changes.given = [("evicted", (), 5.0)]
+    for job_id in (1, 2):  # the counts come behind the results of the first
+        joined.publish(job_id, [LocalBlock(0, 5, name_of(0))])
+        group.results(1)
+    assert group.counter.collect()[0].samples[0].value == 5
 
 
 def test_a_peer_that_another_host_cannot_reach_is_logged(
