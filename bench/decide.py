@@ -6,7 +6,7 @@
 Four ways, each with two workers (of a simulation, with `--sizes`): all of both roles, with plain chunked prefill; half
 of them for prefill and half for decode, where each prompt is computed by the first; the same, by the rule that counts
 tokens; the same, where router and workers decide by the model of time and requests say when they are due. Then two
-workers of both roles at 1.2 times their capacity: by arrival, by slack, and by slack with refusals.
+workers of both roles at 1.2 times their capacity, simulated or real: by arrival, by slack, and by slack with refusals.
 
 The trace is in a format that `baton simulate` reads. Its short prompts are chats, its long ones are scaled down more
 (`bench.decide_ways`). Loads are shares of what workers of both roles can do by the model of time. Targets are 4 times
@@ -104,6 +104,10 @@ class Runs:
             best = max(WAYS, key=lambda way: sum(found[way]))
             num = simulation.oracle(best, size, requests, found[best])
             self._add(size, workload, load, ORACLE, len(requests), num, rate)
+        for way, repeat in itertools.product(LATE_WAYS if args.late else (), range(args.repeats)):
+            requests, rate = self._requests(2, *LATE, repeat)
+            found_late = simulation.in_time(requests, simulation.run(way, 2, requests))
+            self._add(2, *LATE, way.name, len(requests), sum(found_late), rate)
 
     def measure(self, flags: Sequence[str]) -> None:
         args = self._args

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.decide import main
-from bench.decide_ways import WAYS, Answer, decide_as, piece, targets_of, traffic
+from bench.decide_ways import LATE_WAYS, WAYS, Answer, decide_as, piece, targets_of, traffic
 from common.errors import ConfigError
 from common.targets import LatencyTargets
 from router.policy import routing
@@ -68,10 +68,12 @@ def test_ways_and_an_oracle_are_compared_by_simulation(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     arguments = ["--simulated", "--sizes=2", "--loads=0.5", "--seconds=2", "--repeats=1", "--workload=chats"]
     assert main([str(written(tmp_path)), *arguments, f"--json={out}"]) == 0
-    found = {one["way"]: one for one in json.loads(out.read_text())}
-    assert [*found] == [*(way.name for way in WAYS), "oracle"]
-    assert len({one["num"] for one in found.values()}) == 1
-    assert all(one["num_in_time"] <= found["oracle"]["num_in_time"] for one in found.values())
+    told = {one["way"]: one for one in json.loads(out.read_text())}
+    found, late = [*(way.name for way in WAYS), "oracle"], [way.name for way in LATE_WAYS]
+    assert [*told] == [*found, *late]
+    assert len({told[name]["num"] for name in found}) == len({told[name]["num"] for name in late}) == 1
+    assert all(told[name]["num_in_time"] <= told["oracle"]["num_in_time"] for name in found)
+    assert {(told[name]["workload"], told[name]["load"]) for name in late} == {("mixed", 1.2)}
 
 
 @pytest.mark.slow
