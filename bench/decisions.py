@@ -11,7 +11,8 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from common.batch_time import BatchTime
 from common.types import WorkerLoad, WorkerRole, WorkerState

@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 MAX_RESIDUAL = math.log(2.0)
 
 
-@dataclass(slots=True, kw_only=True)
-class StepShape:
-    """The sums of a step that its time depends on. Tokens, unless said otherwise. Not to be changed: frozen ones take
-    three times as long to make, and each step and each routing decision makes some."""
+class StepShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The sums of a step that its time depends on. Tokens, unless said otherwise."""
 
     num_decodes: int = 0  # rows of one new token
     decode_context: int = 0  # that these rows attend to, their new token included

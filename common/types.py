@@ -7,6 +7,8 @@ import zlib
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 PRIORITY_S = 10.0  # seconds of waiting that one step of a request's priority is worth
 
 
@@ -162,8 +164,7 @@ def request_tag(request_id: str) -> int:
     return zlib.crc32(request_id.encode())
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class WorkerLoad:
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker tells routers, autoscalers and people about itself. All counts are current.
 
     Every block is in exactly one of three states, so `num_blocks - num_free_blocks - num_cached_blocks` are owned by

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from common.errors import StartupError
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-_FIELDS = tuple(field.name for field in fields(StepShape))
+_FIELDS = StepShape.__struct_fields__
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,9 +28,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Literal
+
+from msgspec.structs import replace
 
 from common.batch_time import BatchTime, StepShape, chunk_shape
 from engine.blocks.block_manager import BlockManager

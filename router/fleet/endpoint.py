@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from common.batch_time import BatchTime
 from common.types import WorkerLoad, WorkerRole, WorkerState
@@ -17,8 +19,7 @@ class RoleTaken:
     is_pinned: bool = False  # by an operator
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Endpoint:
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One worker at one instant: what it said about itself, and what this router has sent it since.
 
     `role` is what this router may use it for: as configured, or what a worker of both roles takes now. `excluded` says
@@ -37,7 +38,7 @@ class Endpoint:
     max_model_len: int | None = None  # tokens of a request, prompt and answer; None if it has not said it
     batch_time: BatchTime | None = None  # how long its steps take; None if it has not said it, or is not sure yet
     splits: bool = False  # it knows prompts that are computed in two parts, by two workers
-    load: WorkerLoad = field(default_factory=WorkerLoad)
+    load: WorkerLoad = WorkerLoad()
     state: WorkerState = WorkerState.UNREACHABLE
     excluded: str = ""
     suspended: str = ""  # why it is used only if no other is left; empty if it is as good as any

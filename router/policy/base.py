@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+import msgspec
 
 from router.fleet.endpoint import Endpoint
 from router.fleet.fleet import Fleet
@@ -32,19 +34,16 @@ class FirstTokenTarget:
     high: float = 1.0  # nine in ten first tokens came within so many times the prediction
 
 
-@dataclass(slots=True)
-class Late:
-    """No workers can give a first token in time, as they predict it. Seconds from now. Not to be changed, as
-    `Candidate`."""
+class Late(msgspec.Struct, frozen=True):
+    """No workers can give a first token in time, as they predict it. Seconds from now."""
 
     soonest_s: float  # by the workers that would be the first
     alone_s: float  # by workers that have nothing else to compute
     num_workers: int  # that can compute its prompt
 
 
-@dataclass(slots=True, kw_only=True)
-class RoutingRequest:
-    """What a policy knows about a request. Not to be changed, as `Candidate`."""
+class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy knows about a request."""
 
     num_prompt_tokens: int
     num_tokens: int = 0  # of prompt and answer together, at most
@@ -52,7 +51,7 @@ class RoutingRequest:
     tried: frozenset[tuple[str, str]] = frozenset()  # workers given up on: `Endpoint.incarnation`
     refused: frozenset[tuple[str, str]] = frozenset()  # of `tried`, those that are there and said no
     block_names: Sequence[bytes] = ()  # of the prompt, for `Routes` to look up
-    cached_blocks: Mapping[str, int] = field(default_factory=dict)  # by address: leading blocks that the worker has
+    cached_blocks: Mapping[str, int] = {}  # by address: leading blocks that the worker has
     # By address: those of them that the worker has said it has. Others are about to be there.
     num_told_blocks: Callable[[str], int] | None = None  # None: all
     session: str = ""  # requests of one session belong together; empty: it belongs to none
@@ -79,10 +78,7 @@ class Reasons:
         return (*(f"{address}: {why}" for address, why in self.passed_over), *(choice() for choice in self.choices))
 
 
-@dataclass(slots=True, kw_only=True)
-class RoutingDecision:
-    """Not to be changed: as of `Candidate`, frozen ones take four times as long to make."""
-
+class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     decode: Endpoint
     prefill: tuple[Endpoint, ...]  # in order of preference; empty: the decode worker prefills in place
     reasons: Reasons
@@ -110,11 +106,9 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """A worker that could take a request in one role, and what that would cost (`router.policy.costs`): in seconds, or
-    in tokens of prompt computed. Not to be changed: frozen ones take four times as long to make, and a decision makes
-    ten."""
+    in tokens of prompt computed."""
 
     endpoint: Endpoint
     num_cached_tokens: int  # leading tokens of the prompt whose KV it is thought to have

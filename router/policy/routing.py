@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
+from msgspec import structs
+
 from common.errors import UnavailableError
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
@@ -276,7 +278,7 @@ def _by_way(
         if (split := way.split) is not None:
             missing = split.at - way.decode.num_cached_tokens
             others = [one for one in others if one.endpoint.splits]
-            prefill = replace(prefill, num_missing_tokens=0, work=0.0)
+            prefill = structs.replace(prefill, num_missing_tokens=0, work=0.0)
         least = min(placement.min_remote_tokens, missing)
         remote = replace(placement, in_place=False, min_remote_tokens=least, is_final=False)
         return decode, [prefill, *others], remote

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import fields
 from functools import partial
 
 import msgspec
@@ -45,7 +44,7 @@ Incarnation = tuple[str, str]
 
 Fact = bool | int | float | None
 
-_DECISION = {one.name: one.default for one in fields(RoutingDecision)}
+_DECISION = {one.name: one.default for one in msgspec.structs.fields(RoutingDecision)}
 _CARRIED = tuple(_DECISION.keys() - {"decode", "prefill", "reasons", "late"})  # plain values, all of them with defaults
 
 

@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from msgspec.structs import replace
 from prometheus_client import Counter
 
 from common import metrics

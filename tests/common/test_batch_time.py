@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from common.batch_time import (
     FEATURES,
@@ -58,7 +59,7 @@ def decodes(num: int, context: int) -> StepShape:
 
 
 def both(one: StepShape, other: StepShape) -> StepShape:
-    return StepShape(**{field.name: getattr(one, field.name) + getattr(other, field.name) for field in fields(one)})
+    return StepShape(**{name: getattr(one, name) + getattr(other, name) for name in one.__struct_fields__})
 
 
 def truth(shape: StepShape) -> float:
@@ -103,7 +104,7 @@ def test_a_chunk_s_time_is_that_of_its_shape() -> None:
     for new, past in ((1, 0), (70, 0), (512, 300)):
         for beside in (StepShape(), decodes(1, 20), decodes(30, 700)):
             shape = chunk_shape(new, past, beside)
-            assert shape == replace(both(chunk(new, past), beside), longest_context=beside.longest_context)
+            assert shape == structs.replace(both(chunk(new, past), beside), longest_context=beside.longest_context)
             for one in (model, other):
                 found = ChunkTime(one, beside.num_decodes, beside.decode_context, beside.longest_context)
                 assert found.seconds(new, past) == pytest.approx(one.seconds(shape), rel=1e-12)
@@ -163,11 +164,11 @@ shapes = st.builds(
 )
 
 
-@given(shapes, st.sampled_from([field.name for field in fields(StepShape)]), st.integers(1, 1000))
+@given(shapes, st.sampled_from(StepShape.__struct_fields__), st.integers(1, 1000))
 def test_no_prediction_falls_if_a_step_grows(shape: StepShape, name: str, more: int) -> None:
     """Within a regime, and but for the residual, which says what was measured."""
     regime = fit_once().regimes[Regime.MIXED]
-    larger = replace(shape, **{name: getattr(shape, name) + more})
+    larger = structs.replace(shape, **{name: getattr(shape, name) + more})
     assert regime.plain_seconds(larger) >= regime.plain_seconds(shape)
 
 
@@ -187,7 +188,7 @@ def test_tokens_within_is_the_largest_chunk_that_fits(shape: StepShape, past: in
     found = model.tokens_within(seconds, shape, past, most)
     assert 0 <= found <= most
     for new in {found, found + 1} & set(range(1, most + 1)):
-        more = replace(
+        more = structs.replace(
             shape,
             num_chunks=shape.num_chunks + 1,
             chunk_tokens=shape.chunk_tokens + new,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from common.batch_time import BatchTime, BatchTimeKey, ChunkTime, Regime, RegimeTime, StepShape, Table
 from common.batch_time_file import encode

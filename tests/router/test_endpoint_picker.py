@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -571,16 +570,16 @@ def test_a_choice_says_all_that_a_decision_does() -> None:
     others = {"decode", "prefill", "reasons", "late"}
     changed = {
         one.name: not one.default if isinstance(one.default, bool) else (one.default or 0) + number
-        for number, one in enumerate(dataclasses.fields(plain), 1)
+        for number, one in enumerate(msgspec.structs.fields(plain), 1)
         if one.name not in others
     }
-    decision = dataclasses.replace(plain, **changed)
+    decision = msgspec.structs.replace(plain, **changed)
     picks = Picks(lambda: [b"key"], lambda: 0.0)
     told = {"number": "n", "made_at": 0.0, "picker": "10.0.0.1:80", "request_id": "r", "num_prompt_tokens": 1}
     pick = picks.read(picks.signed(pick_of(decision, **told)))
     found = pick.decision(workers[0], workers[1:])
     assert found.reasons.lines() == ("chosen by the endpoint picker of 10.0.0.1:80", "why")
-    assert dataclasses.replace(found, reasons=decision.reasons) == decision
+    assert msgspec.structs.replace(found, reasons=decision.reasons) == decision
     assert not pick.decision(workers[0], workers[1:2]).may_hedge, "nobody is there to be the second"
     assert pick_of(plain, **told).facts == {}
     with pytest.raises(UnusablePickError, match="another version"):

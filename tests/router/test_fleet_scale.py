@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any, SupportsIndex
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common.batch_time import FEATURES, BatchTime, BatchTimeKey, Regime, RegimeTime, Table
 from common.errors import UnavailableError

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from baton.settings import DEMO_SETTINGS, UP_SETTINGS, RouterCommandSettings
 from common.errors import ConfigError, UnavailableError

@@ -6,10 +6,10 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 import grpc
 import pytest
+from msgspec.structs import replace
 from prometheus_client import generate_latest
 
 from common.batch_time import StepShape

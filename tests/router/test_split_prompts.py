@@ -4,11 +4,11 @@ prompt takes a millisecond, and a step 10 ms beside."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.fleet.endpoint import Endpoint
 from router.policy.base import FirstTokenTarget, RoutingDecision, RoutingRequest

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 
 import grpc
 import pytest
+from msgspec.structs import replace
 
 from common.types import LOAD_INTERVAL_S, SLACKS_S, WorkerLoad, WorkerRole, WorkerState, request_tag
 from protos.baton.v1 import worker_pb2
@@ -112,5 +113,5 @@ async def test_whether_a_worker_goes_with_the_model_is_asked_again_if_either_cha
     worker.info = info(model=model.limits.model)
     worker.info.fingerprint = model.fingerprint
     assert worker.excluded(model) == ""
-    assert "another kind" in worker.excluded(replace(model, fingerprint="other"))
+    assert "another kind" in worker.excluded(dataclasses.replace(model, fingerprint="other"))
     assert worker.excluded(model) == ""
