@@ -17,13 +17,7 @@ no device.
     outcome      what came of it
     report       the same as a page with pictures
 
-Without engines, for large fleets (`--counted`), the same router and planner, and:
-
-    counted_worker  a worker as plain numbers: decodes, prompts, queues
-    counted_fleet   requests on their way between these
-    counted_router  loads that are looked at when a decision is asked for
-    block_counts    blocks as counts, the prefix cache as names
-    block_names     names without tokens
+Without engines, for large fleets (`--counted`), the same router and planner, and `simulation.counted`.
 
 Nothing sleeps and nothing runs beside anything else, so equal seeds give equal results on every machine.
 """

@@ -23,6 +23,16 @@ class VirtualClock:
         """Calls once, at `time`, or now if that has passed."""
         heapq.heappush(self._due, (time if time > self.now else self.now, next(self._numbers), call))
 
+    def steps(self, most: int) -> int:
+        """Makes the next calls, so many at most. Returns how many there were."""
+        due, pop = self._due, heapq.heappop
+        for number in range(most):
+            if not due:
+                return number
+            self.now, _, call = pop(due)
+            call()
+        return most
+
     def step(self) -> bool:
         """Makes the next call. False if there is none."""
         if not self._due:

@@ -50,6 +50,9 @@ class FleetOptions:
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)  # what the router lets in, and when
 
 
+PROGRESS_EVENTS = 4096  # from one call of `progress` to the next
+
+
 class Worker(Protocol):
     address: str
     role: WorkerRole
@@ -149,11 +152,8 @@ class FleetBase(ABC, Generic[WorkerT, RequestT]):
         self._arrive_next(arriving)
         if self._scaling is not None:
             self._clock.at(0.0, self._plan)
-        num_events = 0
-        while self._clock.step():
-            num_events += 1
-            if not num_events % 4096:
-                progress(len(self._outcomes) - len(self._on_their_way))
+        while self._clock.steps(PROGRESS_EVENTS):
+            progress(len(self._outcomes) - len(self._on_their_way))
         for one in self._on_their_way.values():
             one.outcome.failure = "its answer never ended"
         progress(len(self._outcomes))
@@ -249,8 +249,8 @@ class FleetBase(ABC, Generic[WorkerT, RequestT]):
     ) -> RoutingDecision:
         return self._router.pick(
             self._clock.now,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_tokens=request.num_prompt_tokens + request.num_output_tokens,
+            num_prompt_tokens=outcome.num_prompt_tokens,
+            num_tokens=outcome.num_prompt_tokens + request.num_output_tokens,
             block_names=block_names,
             session=request.session,
             targets=targets,

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from common.goodput import Goodput, is_good
 from common.percentiles import percentile
 from common.types import WorkerRole
@@ -16,8 +18,7 @@ from router.autoscaler.roles import Shift
 SHARES = (0.5, 0.9, 0.99)
 
 
-@dataclass(slots=True, eq=False)
-class RequestOutcome:
+class RequestOutcome(msgspec.Struct, eq=False):
     at: float  # seconds after the start
     num_prompt_tokens: int
     num_output_tokens: int

@@ -27,7 +27,7 @@ from router.autoscaler.rules import Targets
 from router.limits.quotas import read_limits
 from router.policy.registry import create_policy
 from simulation.admission import AdmissionOptions
-from simulation.counted_fleet import CountedFleet
+from simulation.counted.fleet import CountedFleet
 from simulation.fleet import Fleet
 from simulation.fleet_base import FleetOptions
 from simulation.link import LinkSpeed

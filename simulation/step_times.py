@@ -85,15 +85,14 @@ class Run:
 
 
 class StepTimes:
-    """Of one kind of worker. What depends on the number of decodes alone is looked up once."""
+    """Of one kind of worker."""
 
     def __init__(self, time: BatchTime, host: HostTime) -> None:
         self._time = time
         self._host = host
-        regime = time.regimes[Regime.DECODE]
+        self._regime = regime = time.regimes[Regime.DECODE]
         self._context_s, self._longest_s = regime.coefficients[0], regime.coefficients[1]
         self._is_linear = not regime.residuals
-        self._of_decodes: dict[int, float] = {}  # by their number: seconds without context
         self.needs_longest = self._longest_s > 0
         self.longest_run = LONGEST_RUN if regime.residuals else 2**30  # steps
 
@@ -101,10 +100,9 @@ class StepTimes:
         """Steps of decodes alone. `context` of the first step, and `longest` of one decode, in tokens."""
         host_s = self._host.seconds(num_decodes)
         if self._is_linear:
-            floor_s = self._of_decodes.get(num_decodes)
-            if floor_s is None:
-                floor_s = self._of_decodes[num_decodes] = self._time.decode_seconds(num_decodes, 0, 0)
-            first_s = floor_s + self._context_s * context + self._longest_s * longest + host_s
+            first_s = (
+                self._regime.of_decodes(num_decodes) + self._context_s * context + self._longest_s * longest + host_s
+            )
             return Run(start, num_steps, first_s, self._context_s * num_decodes + self._longest_s, host_s)
         first_s = self._time.decode_seconds(num_decodes, context, longest) + host_s
         last_s = self._time.decode_seconds(num_decodes, context + num_steps * num_decodes, longest + num_steps) + host_s

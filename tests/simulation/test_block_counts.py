@@ -7,8 +7,8 @@ import random
 import pytest
 
 from common.traffic.requests import answer_id
-from simulation.block_counts import BlockCounts
-from simulation.block_names import name_in_answer, names_of
+from simulation.counted.block_counts import BlockCounts
+from simulation.counted.block_names import name_in_answer, names_of
 
 
 def test_names_are_equal_as_far_as_tokens_are() -> None:

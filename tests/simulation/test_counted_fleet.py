@@ -12,7 +12,7 @@ from common.config import SimulateSettings
 from common.errors import ConfigError
 from common.goodput import parse_goodput
 from common.traffic.requests import TrafficRequest, answer_id
-from simulation.counted_fleet import CountedFleet
+from simulation.counted.fleet import CountedFleet
 from simulation.fleet import Fleet
 from simulation.outcome import Outcome
 from simulation.scenario import fleet_options, run, scenarios, traffic

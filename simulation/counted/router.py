@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from common.batch_time import BatchTime
 from common.types import LOAD_INTERVAL_S, WorkerLoad, WorkerRole
 from router.fleet.endpoint import Endpoint
@@ -211,22 +213,11 @@ class CountedRouter(SimulatedRouter):
         seen = self._seen[address]
         if (known := seen.example) is None:
             known = seen.example = self._records[address].endpoint()
-        return Endpoint(
-            worker_id=known.worker_id,
-            role=known.role,
-            taken=known.taken,
-            has_both=known.has_both,
-            address=address,
-            epoch=known.epoch,
-            fingerprint=known.fingerprint,
-            block_size=known.block_size,
-            parameters=known.parameters,
-            max_model_len=known.max_model_len,
-            batch_time=known.batch_time,
-            splits=known.splits,
+        tokens = seen.sent_tokens
+        return replace(
+            known,
             load=seen.load,
-            state=known.state,
             num_unreported=len(seen.sent),
-            num_unreported_tokens=seen.sent_tokens.num,
-            unreported_by_slack=seen.sent_tokens.by_slack,
+            num_unreported_tokens=tokens.num,
+            unreported_by_slack=tokens.by_slack,
         )

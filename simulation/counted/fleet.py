@@ -19,9 +19,10 @@ from common.types import WorkerRole
 from engine.simulated.data_sheet import SimulatedTime
 from router.policy.base import RoutingDecision
 from simulation.admission import Visit
-from simulation.block_names import names_of
-from simulation.counted_router import CountedRouter
-from simulation.counted_worker import CountedWorker, Job, Mode
+from simulation.counted.block_names import names_of
+from simulation.counted.job import Job, Mode
+from simulation.counted.router import CountedRouter
+from simulation.counted.worker import CountedWorker
 from simulation.fleet_base import FleetBase, FleetOptions
 from simulation.outcome import RequestOutcome
 from simulation.step_times import StepTimes

@@ -1,0 +1,147 @@
+"""The requests of a worker that do not decode: they wait for a place, compute their prompts, or wait for KV of another
+worker. The order is that of arrival.
+
+    waiting ──> computing, in chunks ──> (decodes, or its blocks are leased)
+          └──> parked ──┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from common.prefill_place import is_computed_in_place
+from simulation.counted.job import Job, Mode
+from simulation.counted.job_blocks import JobBlocks
+
+
+class Prompts:
+    def __init__(self, blocks: JobBlocks, chunk_size: int) -> None:
+        self.waiting: deque[Job] = deque()
+        self.computing: list[Job] = []  # in the order of admission
+        self.parked: dict[Job, None] = {}  # likewise
+        self.num_queued = 0  # prompt tokens of those that wait or are computed
+        self.num_queued_prompts = 0
+        self._num_held_back = 0  # of those that wait, at the last look for the first
+        self._blocks = blocks
+        self._size = blocks.size
+        self._chunk = chunk_size
+
+    @property
+    def num_held_back(self) -> int:
+        """Of those that wait: they count as running."""
+        return min(self._num_held_back, len(self.waiting))
+
+    @property
+    def num_placed(self) -> int:
+        """Those that have a place."""
+        return len(self.computing) + len(self.parked)
+
+    # --------------------------------------------------------------------------------------------- the queue
+
+    def wait(self, job: Job) -> None:
+        """It has come."""
+        self.waiting.append(job)
+        self._count(job)
+
+    def wait_again(self, job: Job) -> None:
+        """It was preempted: it is the next."""
+        self.waiting.appendleft(job)
+        self._count(job)
+
+    def first_waiting(self, num_places: int) -> Job | None:
+        """The first that waits for a place alone, if there is one. Others keep their places while the next block that
+        they lack is computed or fetched for another request."""
+        if not self.waiting or num_places <= 0:
+            return None
+        self._num_held_back = 0
+        if not (self.computing or self.parked):
+            return self.waiting[0]
+        next_names = self._next_names()
+        for job in self.waiting:
+            if self._num_held_back >= num_places:
+                return None
+            if not self._is_held_back(job, next_names):
+                return job
+            self._num_held_back += 1
+        return None
+
+    def place(self, job: Job, rank: int) -> bool:
+        """Gives one that waits its blocks. Returns False and changes nothing if there are too few."""
+        before = job.num_queued
+        if not self._blocks.allocate(job):
+            return False
+        self.waiting.remove(job)  # the first one, mostly
+        self.num_queued -= before
+        self.num_queued_prompts -= before > 0
+        job.rank = rank
+        if job.is_new:
+            job.num_cached = min(job.num_computed, job.num_prompt)
+        return True
+
+    def compute(self, job: Job) -> None:
+        """It computes its prompt from here on."""
+        self.computing.append(job)
+        self._count(job)
+
+    def preempt(self, job: Job) -> None:
+        """Its prompt is not computed any more."""
+        self.computing.remove(job)
+        self.num_queued -= job.num_queued
+        self.num_queued_prompts -= job.num_queued > 0
+
+    def advance(self, job: Job, num_new: int) -> None:
+        """Tokens of one of `computing` are computed."""
+        before = job.num_queued
+        job.num_computed += num_new
+        left = job.num_queued
+        self.num_queued += left - before
+        self.num_queued_prompts -= before > 0 and not left
+        self._blocks.name(job)
+
+    def _count(self, job: Job) -> None:
+        num = job.num_queued
+        self.num_queued += num
+        self.num_queued_prompts += num > 0
+
+    # ---------------------------------------------------------------------------- blocks of several requests
+
+    def next_chunk(self, job: Job, left: int, chunks: list[tuple[Job, int]]) -> int:
+        """How many tokens of its prompt the next step computes, beside `chunks` of others, at most `left`: up to the
+        first block that another request computes in this step."""
+        num = min(job.num_tokens - job.num_computed, self._chunk, left)
+        if not chunks:
+            return num
+        size, start = self._size, job.num_computed
+        computed: set[bytes] = set()
+        for other, num_new in chunks:
+            computed.update(other.names[other.num_computed // size : (other.num_computed + num_new) // size])
+        last = min((start + num - 1) // size + 1, (job.num_tokens - 1) // size, len(job.names))
+        for number in range(start // size, last):
+            if job.names[number] in computed:
+                return max(number * size - start, 0)
+        return num
+
+    def _next_names(self) -> set[bytes]:
+        """Of blocks that prompts under way complete next."""
+        size = self._size
+        places = [(job, job.num_computed // size) for job in self.computing]
+        return {job.names[number] for job, number in places if number < len(job.names)}
+
+    def _is_held_back(self, job: Job, next_names: set[bytes]) -> bool:
+        counts = self._blocks.counts
+        if job.mode is Mode.PREFILL or not counts.is_cached:
+            return False
+        names = job.names[: (job.num_tokens - 1) // self._size]
+        number = counts.find(names)
+        if number == len(names):
+            return False
+        if not job.is_new or job.mode is not Mode.REMOTE:
+            return names[number] in next_names
+        # Fetched for another one, up to so little that no prefill worker would be asked for the rest.
+        for other in self.parked:
+            if other.mode is Mode.REMOTE and number < len(other.names) and other.names[number] == names[number]:
+                while number < min(len(names), len(other.names)) and other.names[number] == names[number]:
+                    number += 1
+                missing = job.num_asked - number * self._size
+                return is_computed_in_place(missing, job.min_remote, self._size)
+        return False

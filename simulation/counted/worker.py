@@ -1,0 +1,552 @@
+"""A worker as plain numbers: what `simulation.worker` does with an engine, without a token or a block.
+
+Decodes alone go on for as many steps as nobody ends or joins, in the sum of their times: a run, which is one event. A
+step with chunks of prompts is one event, too.
+
+The order is that of arrival (`fcfs`). Other than in an engine, news of blocks reach the router at once, and a fetch is
+shared only with requests that lack hardly more than it brings.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from common.batch_time import StepShape
+from common.config import EngineSettings
+from common.prefill_place import is_computed_in_place
+from common.types import LOAD_INTERVAL_S, SLACKS_S, WorkerLoad, WorkerRole
+from engine.scheduling.room import Room
+from simulation.clock import VirtualClock
+from simulation.counted.decodes import Decodes
+from simulation.counted.job import Job, Mode
+from simulation.counted.job_blocks import JobBlocks
+from simulation.counted.prompts import Prompts
+from simulation.counted.router import Reports
+from simulation.step_times import Run, StepTimes
+
+
+class Owner(Protocol):
+    """What a worker says, at once."""
+
+    def changing(self, worker: CountedWorker) -> None:
+        """Its load is about to change."""
+
+    def idle(self, worker: CountedWorker) -> None:
+        """It has nothing to compute."""
+
+    def ask_prefill(self, job: Job, first_block: int, stop_block: int) -> None:
+        """A prefill worker has to compute the blocks from `first_block` on; with a `stop_block` those before it."""
+
+    def ask_loan(self, job: Job, first_block: int, stop_block: int) -> None:
+        """The decode worker of this prefill has these blocks."""
+
+    def published(self, job: Job, num_blocks: int, *, is_last: bool) -> None:
+        """More blocks of a prefill are there; `is_last`: all, and the first token unless it is a part."""
+
+    def needs_no_more(self, job: Job) -> None:
+        """A remote request has all its KV, or computes it itself."""
+
+    def first_token(self, job: Job) -> None:
+        """The worker drew it."""
+
+    def ended(self, job: Job) -> None:
+        """Its answer is complete."""
+
+    def report_blocks(self, worker: CountedWorker, stored: bytes, removed: bytes) -> None: ...
+
+
+class CountedWorker:
+    def __init__(
+        self,
+        address: str,
+        role: WorkerRole,
+        settings: EngineSettings,
+        times: StepTimes,
+        clock: VirtualClock,
+        owner: Owner,
+        *,
+        num_blocks: int,
+    ) -> None:
+        self.address = address
+        self.role = role
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.reports = Reports()
+        self._size = settings.block_size
+        self._max_seqs = settings.max_num_seqs
+        self._max_tokens = settings.max_num_batched_tokens
+        self._at_end = settings.announce == "end"
+        self._slacks = () if settings.queue_policy == "fcfs" else (0,) * len(SLACKS_S)
+        self._times = times
+        self._clock = clock
+        self._owner = owner
+        self._blocks = JobBlocks(num_blocks, settings.block_size, is_cached=settings.enable_prefix_caching)
+        self._counts = self._blocks.counts
+        self._room = Room(settings.block_size)
+        self._prompts = Prompts(self._blocks, settings.chunk_size)
+        self._decodes = Decodes(self._blocks)
+        self._joining: list[Job] = []  # decode from the next step on
+        self._rank = 0
+        self._num_leases = 0
+        self._run: Run | None = None
+        self._chunks: list[tuple[Job, int]] = []  # of the step under way
+        self._step_start = self._step_end = 0.0
+        self._step_device_s = 0.0
+        self._number = 0  # of the run or step under way: tells the end of one that was cut short
+        self._is_turn_due = False
+
+    # ------------------------------------------------------------------------------------------ what comes
+
+    def add(self, job: Job) -> None:
+        """A request comes."""
+        self._owner.changing(self)
+        self.reports.newcomers.append(job.key)
+        if job.is_part and self._hand_over_cached(job):
+            return
+        self._prompts.wait(job)
+        self._park_newcomers()
+        self._go_on()
+
+    def release(self, job: Job) -> None:
+        """A prefill's decode worker needs its blocks no more."""
+        self._owner.changing(self)
+        self._num_leases -= 1
+        self._blocks.give_up(job)
+        self._go_on()
+
+    def settle(self, job: Job, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of a parked request are there: all that was asked for. The first token too,
+        unless the prompt is split."""
+        self._owner.changing(self)
+        del self._prompts.parked[job]
+        if job.mode is Mode.PREFILL:  # what was lent
+            job.num_computed = job.num_cached = num_blocks * self._size
+        elif job.num_drawn:
+            job.num_computed = job.num_prompt
+        else:
+            job.num_computed = num_blocks * self._size
+        self._blocks.name(job)
+        if job.mode is Mode.REMOTE:
+            job.mode = Mode.LOCAL
+            self._owner.needs_no_more(job)
+        if job.num_drawn:
+            self._joining.append(job)
+        else:
+            self._prompts.compute(job)
+            self._publish(job)
+        self._report_blocks()
+        self._go_on()
+
+    def end_parked(self, job: Job) -> None:
+        """The first token of a parked request is its last."""
+        self._owner.changing(self)
+        del self._prompts.parked[job]
+        job.num_computed = 0  # nothing of it has arrived
+        self._owner.needs_no_more(job)
+        self._end(job)
+        self._go_on()
+
+    # ----------------------------------------------------------------------------------------- what it says
+
+    @property
+    def load(self) -> WorkerLoad:
+        return self.load_at(self._clock.now)
+
+    def load_at(self, time: float) -> WorkerLoad:
+        """`time`: now, or a moment since which nothing has changed but that decodes went on."""
+        self._catch_up(time)
+        counts, prompts = self._counts, self._prompts
+        num_owned, num_cached = counts.num_owned, counts.num_cached
+        num_waiting = len(prompts.waiting)
+        num_held_back = prompts.num_held_back if num_waiting else 0
+        return WorkerLoad(
+            num_requests_running=self._num_running + num_held_back,
+            num_requests_waiting=num_waiting - num_held_back,
+            num_queued_prompt_tokens=prompts.num_queued,
+            num_queued_prompts=prompts.num_queued_prompts,
+            queued_by_slack=self._slacks,
+            num_blocks=counts.num_blocks,
+            num_free_blocks=counts.num_blocks - num_owned - num_cached,
+            num_cached_blocks=num_cached,
+            num_leases=self._num_leases,
+            room_after=() if self._has_room() else self._room_after(),
+        )
+
+    def _has_room(self) -> bool:
+        """For a newcomer, as `Scheduler.room_after` has it."""
+        if self._num_running >= self._max_seqs:
+            return False
+        waiting = self._prompts.waiting
+        return not waiting or -(-waiting[0].num_tokens // self._size) <= self._counts.num_available
+
+    def _room_after(self) -> tuple[int, ...]:
+        prompts = self._prompts
+        running = [*self._decodes.jobs, *self._joining, *prompts.computing, *prompts.parked]
+        left = [
+            1 if job.mode is Mode.PREFILL else self._room.num_left(job.num_blocks, job.num_prompt, job.num_output)
+            for job in running
+        ]
+        return self._room.after_tokens(left, len(prompts.waiting) - prompts.num_held_back)
+
+    def boundary(self, time: float) -> float:
+        """The first moment from `time` on that is between two steps, as far as steps are known: loads are reported
+        then."""
+        if self._run is not None:
+            return time if time > self._run.end else self._run.step_end(time)
+        return max(time, self._step_end) if self._chunks and time > self._step_start else time
+
+    def last_quiet_turn(self, told_at: float, until: float) -> float:
+        """When it had its last turn to report before `until`, if only decodes went on, and nothing was to be told."""
+        if self._run is None:
+            return told_at
+        next_s = self.next_block_s
+        return self._run.last_turn(told_at, LOAD_INTERVAL_S, until if next_s is None else min(until, next_s))
+
+    def goes_on_after(self, time: float) -> bool:
+        """Whether further steps of the run under way end after `time`."""
+        return self._run is not None and time < self._run.end
+
+    @property
+    def next_block_s(self) -> float | None:
+        """When a decode of the run under way takes a further block; None if none does before its end."""
+        run = self._run
+        if run is None:
+            return None
+        num_steps = self._decodes.next_block_at - self._decodes.step
+        if num_steps >= run.num_steps:
+            return None
+        return run.start + run.seconds(max(num_steps, 0))
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with its blocks or queues once all requests have ended; empty if nothing is."""
+        found = {
+            "blocks are owned": self._counts.num_owned,
+            "requests wait": len(self._prompts.waiting),
+            "requests run": self._num_running,
+            "prompt tokens are queued": self._prompts.num_queued,
+            "prompts are queued": self._prompts.num_queued_prompts,
+            "prefills are leased": self._num_leases,
+        }
+        return [f"{self.address}: {num} {what}" for what, num in found.items() if num]
+
+    # --------------------------------------------------------------------------------------- steps and runs
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._decodes) + len(self._joining) + self._prompts.num_placed
+
+    def _go_on(self) -> None:
+        """With a step if none is under way; else a run ends with the step under way if the next one has further
+        requests."""
+        if (run := self._run) is not None:
+            self._shorten(run)
+        elif not self._chunks and not self._is_turn_due:
+            if not (self._joining or self._prompts.computing or self._prompts.waiting):
+                self._report_blocks()
+                self._owner.idle(self)
+                return
+            self._is_turn_due = True
+            self._clock.at(self._clock.now, self._turn)
+
+    def _shorten(self, run: Run) -> None:
+        """Ends the run sooner if others join, or a newcomer took blocks that it needs."""
+        decodes, now = self._decodes, self._clock.now
+        if self._joining or self._prompts.computing or self._may_admit():
+            limit = run.num_done(now) + 1
+        elif decodes.has_blocks_for(run.num_steps):
+            return
+        else:
+            num_done = run.num_done(now)
+            if decodes.has_blocks_for(run.num_steps - num_done):
+                return
+            self._catch_up(now)  # a newcomer may have taken some
+            limit = num_done + 1 + decodes.steps_with_blocks(decodes.step + num_done + 1)
+        if limit < run.num_steps:
+            run.shorten(limit)
+            self._await(run.end)
+
+    def _may_admit(self) -> bool:
+        """Whether the first that waits may have a place in the next step."""
+        job = self._first_waiting()
+        return job is not None and self._blocks.missing(job) <= 0
+
+    def _first_waiting(self) -> Job | None:
+        prompts = self._prompts
+        return prompts.first_waiting(self._max_seqs - self._num_running) if prompts.waiting else None
+
+    def _await(self, end: float) -> None:
+        self._number += 1
+        self._clock.at(end, partial(self._ended, self._number))
+
+    def _turn(self) -> None:
+        """Begins a step or a run, if there is something to compute."""
+        self._is_turn_due = False
+        if self._run is not None or self._chunks:
+            return
+        decodes = self._decodes
+        for job in self._joining:
+            decodes.join(job)
+        self._joining.clear()
+        has_preempted = decodes.step >= decodes.next_block_at and self._take_blocks_of_step()
+        left = self._max_tokens - len(decodes)
+        for job in self._prompts.computing:
+            if left <= 0:
+                break
+            left -= self._compute(job, left)
+        if self._prompts.waiting and not has_preempted:
+            self._admit(left)
+        self._report_blocks()
+        if self._chunks:
+            self._begin_step()
+        elif decodes:
+            self._begin_run()
+        else:
+            self._owner.idle(self)
+
+    def _compute(self, job: Job, left: int) -> int:
+        """A chunk of the prompt, in the next step. Returns its tokens."""
+        if num_adopted := self._blocks.adopt(job):
+            self._prompts.advance(job, num_adopted * self._size)
+            self._publish(job)
+        num = self._prompts.next_chunk(job, left, self._chunks)
+        if num > 0:
+            self._chunks.append((job, num))
+        return num
+
+    def _begin_step(self) -> None:
+        num_chunks = new = past = pairs = squares = num_done = 0
+        num_decodes, context = len(self._decodes), self._decodes.context
+        for job, num in self._chunks:
+            before = job.num_computed
+            is_done = before + num == job.num_tokens and not job.is_part
+            num_done += is_done
+            if num == 1:  # a row like a decode's
+                num_decodes += 1
+                context += before + 1
+                continue
+            num_chunks += 1
+            new += num
+            past += before
+            pairs += num * before + num * (num + 1) // 2
+            squares += num * num
+        device_s, host_s = self._times.step(
+            StepShape(
+                num_decodes=num_decodes,
+                decode_context=context,
+                longest_context=self._longest_context(),
+                num_chunks=num_chunks,
+                chunk_tokens=new,
+                chunk_past=past,
+                chunk_pairs=pairs,
+                chunk_squares=squares,
+                num_head_rows=len(self._decodes) + num_done,
+            )
+        )
+        self._step_device_s = device_s
+        self._step_start = self._clock.now
+        self._step_end = self._step_start + device_s + host_s
+        self._await(self._step_end)
+
+    def _longest_context(self) -> int:
+        return self._decodes.longest_context if self._times.needs_longest else 0
+
+    def _begin_run(self) -> None:
+        decodes = self._decodes
+        num_steps = min(decodes.num_steps_to_end, self._times.longest_run)
+        if not decodes.has_blocks_for(num_steps):  # the first one has its blocks
+            num_steps = min(num_steps, 1 + decodes.steps_with_blocks(decodes.step + 1))
+        run = self._times.run(self._clock.now, num_steps, len(decodes), decodes.context, self._longest_context())
+        self._run = run
+        self._await(run.end)
+
+    def _ended(self, number: int) -> None:
+        """The run or step under way is over, unless it was cut short."""
+        if number != self._number:
+            return
+        self._owner.changing(self)
+        decodes = self._decodes
+        if (run := self._run) is not None:
+            self._take_blocks(decodes.step + run.num_steps - 1)
+            self._run = None
+            self.busy_s += run.end - run.start - run.num_steps * run.host_s
+            self.num_steps += run.num_steps
+            decodes.step += run.num_steps
+        else:
+            self.busy_s += self._step_device_s
+            self.num_steps += 1
+            decodes.step += 1
+            self._end_chunks()
+        for job in decodes.pop_ended():
+            self._end(job)
+        self._turn()
+
+    def _end_chunks(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        prompts = self._prompts
+        for job, num in chunks:
+            prompts.advance(job, num)
+            if job.num_computed < job.num_tokens:
+                self._publish(job)
+                continue
+            prompts.computing.remove(job)
+            if job.mode is Mode.PREFILL:
+                self._num_leases += 1
+                self._publish(job)
+                continue
+            job.num_drawn += 1
+            if job.num_drawn == 1:
+                self._owner.first_token(job)
+            if job.num_drawn == job.num_output:
+                self._end(job)
+            else:
+                self._joining.append(job)
+
+    def _publish(self, job: Job) -> None:
+        """What a prefill has computed since the last time, its partial tail with the end."""
+        if job.mode is not Mode.PREFILL:
+            return
+        is_last = job.num_computed >= job.num_prompt
+        if self._at_end and not is_last:
+            return
+        stop = -(-job.num_prompt // self._size) if is_last else job.num_computed // self._size
+        start = max(job.num_published, job.first_block)
+        if stop > start or is_last:
+            job.num_published = stop
+            self._owner.published(job, max(stop - start, 0), is_last=is_last)
+
+    def _end(self, job: Job) -> None:
+        self._blocks.name(job)
+        self._blocks.give_up(job)
+        self._room.ended(job.num_output)
+        self._owner.ended(job)
+
+    # -------------------------------------------------------------------------------------------- admission
+
+    def _admit(self, left: int) -> None:
+        """Those that wait, in their order, up to the first one that does not fit."""
+        prompts = self._prompts
+        while (job := self._first_waiting()) is not None:
+            if left <= 0 and not (job.is_new and job.mode is Mode.REMOTE):
+                return
+            if not self._place(job):
+                return
+            if not self._park(job):
+                prompts.compute(job)
+                self._publish(job)
+                if left > 0:
+                    left -= self._compute(job, left)
+
+    def _place(self, job: Job) -> bool:
+        if not self._prompts.place(job, self._rank + 1):
+            return False
+        self._rank += 1
+        return True
+
+    def _park_newcomers(self) -> None:
+        """Those at the head that ask a prefill worker, at any time."""
+        self._catch_up(self._clock.now)
+        while (job := self._first_waiting()) is not None:
+            if not job.is_new or job.mode is not Mode.REMOTE or not self._place(job):
+                return
+            if not self._park(job):
+                self._prompts.compute(job)
+
+    def _park(self, job: Job) -> bool:
+        """False if it computes its prompt itself from here on."""
+        is_new, job.is_new = job.is_new, False
+        first, size = job.num_computed // self._size, self._size
+        if not is_new or job.mode is Mode.LOCAL:
+            job.mode = Mode.LOCAL if job.mode is Mode.REMOTE else job.mode
+            return False
+        if job.mode is Mode.PREFILL:
+            stop = min(job.num_lendable, (job.num_prompt - 1) // size)
+            if stop <= first:
+                return False
+            self._prompts.parked[job] = None
+            self._owner.ask_loan(job, first, stop)
+            return True
+        is_split = job.num_asked < job.num_prompt
+        num_asked = job.num_asked // size * size if is_split else job.num_prompt
+        if is_computed_in_place(num_asked - first * size, job.min_remote, size):
+            job.mode = Mode.LOCAL
+            self._owner.needs_no_more(job)
+            return False
+        self._prompts.parked[job] = None
+        self._owner.ask_prefill(job, first, num_asked // size if is_split else 0)
+        return True
+
+    def _hand_over_cached(self, job: Job) -> bool:
+        """A part all of whose blocks are here waits for no turn."""
+        if not self._blocks.allocate_cached(job):
+            return False
+        job.is_new = False
+        self._num_leases += 1
+        self._publish(job)
+        return True
+
+    # ------------------------------------------------------------------------------------------------ blocks
+
+    def _catch_up(self, time: float) -> None:
+        """Takes the blocks that decodes of the run under way have needed until then."""
+        run, decodes = self._run, self._decodes
+        if run is not None and decodes.next_block_at < decodes.step + run.num_steps:
+            self._take_blocks(decodes.step + min(run.num_done(time), run.num_steps - 1))
+
+    def _take_blocks(self, step: int) -> None:
+        if step >= self._decodes.next_block_at:
+            self._decodes.take_blocks(step)
+            self._report_blocks()
+
+    def _take_blocks_of_step(self) -> bool:
+        """Those of the next step. If there are too few, requests give theirs back, the last admitted one first. Returns
+        whether any did."""
+        decodes, counts = self._decodes, self._counts
+        going_on = decodes.jobs
+        if sum([decodes.lacks_block(job) for job in going_on]) <= counts.num_available:
+            self._take_blocks(decodes.step)
+            return False
+        going_on.sort(key=_rank)
+        computing = [job for job in self._prompts.computing if job.mode is not Mode.PREFILL]
+        can_lose = sorted([*going_on, *computing], key=_rank)
+        kept: set[Job] = set()
+        gone: set[Job] = set()
+        for job in going_on:
+            if job in gone:
+                continue
+            while decodes.lacks_block(job) and job not in gone:
+                if counts.num_available:
+                    counts.take(1)
+                    job.num_blocks += 1
+                    continue
+                victim = next(one for one in reversed(can_lose) if one not in kept and one not in gone)
+                gone.add(victim)
+                self._preempt(victim)
+            if job not in gone:
+                kept.add(job)
+        decodes.find_next_block()
+        return True
+
+    def _preempt(self, job: Job) -> None:
+        if job in self._prompts.computing:
+            self._prompts.preempt(job)
+        else:
+            self._decodes.preempt(job)
+            self._blocks.name(job)
+        self._blocks.give_up(job)
+        job.num_computed = 0
+        job.num_preemptions += 1
+        self._prompts.wait_again(job)
+
+    def _report_blocks(self) -> None:
+        counts = self._counts
+        if not (counts.stored or counts.removed):
+            return
+        stored, removed = b"".join(counts.stored), b"".join(counts.removed)
+        counts.stored.clear()
+        counts.removed.clear()
+        self._owner.report_blocks(self, stored, removed)
+
+
+def _rank(job: Job) -> int:
+    return job.rank
