@@ -22,6 +22,7 @@ from enum import StrEnum
 import msgspec
 
 MAX_RESIDUAL = math.log(2.0)
+MAX_DECODES = 4096  # numbers of decodes whose times are kept
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +125,8 @@ class RegimeTime:
     p90: float = 0.0  # natural logarithm of actual / predicted that nine in ten steps stay below
     p99: float = 0.0
     num_steps: int = 0  # that the model was fitted to
+    # Of layers and head, by the number of decodes: found once, since a router asks at each load report.
+    _of_decodes: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, shape: StepShape) -> float:
         """The median."""
@@ -131,6 +134,14 @@ class RegimeTime:
         if self.residuals:
             time *= math.exp(self.residual(shape.num_tokens, shape.decode_context + shape.chunk_pairs))
         return time
+
+    def of_decodes(self, num: int) -> float:
+        """The median of a step of so many decodes, but for their context and the residual."""
+        if (seconds := self._of_decodes.get(num)) is None:
+            if len(self._of_decodes) >= MAX_DECODES:
+                self._of_decodes.clear()
+            seconds = self._of_decodes[num] = self.layers.at(num) + self.head.at(num)
+        return seconds
 
     def plain_seconds(self, shape: StepShape) -> float:
         """Without the residual. Never falls if a field of `shape` grows."""
@@ -200,12 +211,8 @@ class BatchTime:
     def decode_seconds(self, num_decodes: int, context: int, longest: int) -> float:
         """`seconds` of a step of decodes alone, in a third of the time: a router asks at each load report."""
         regime = self.regimes[Regime.DECODE]
-        seconds = (
-            regime.layers.at(num_decodes)
-            + regime.head.at(num_decodes)
-            + regime.coefficients[0] * context
-            + regime.coefficients[1] * longest
-        )
+        coefficients = regime.coefficients
+        seconds = regime.of_decodes(num_decodes) + coefficients[0] * context + coefficients[1] * longest
         if regime.residuals:
             seconds *= math.exp(regime.residual(num_decodes, context))
         return seconds

@@ -100,6 +100,8 @@ class SecondCosts:
         self._of_models: dict[int, tuple[BatchTime, ChunkTime, float, float]] = {}
         self._beside: dict[str, tuple[Endpoint, ChunkTime]] = {}  # by address
         self._prompts: dict[tuple[int, int, int], tuple[BatchTime, float]] = {}  # by identity, missing, cached tokens
+        # By both identities, decodes, their context, cached tokens.
+        self._least: dict[tuple[int, int, int, int, int], tuple[BatchTime, BatchTime, int]] = {}
 
     def queue(self, endpoint: Endpoint) -> float:
         return self._of(endpoint)[1]
@@ -175,9 +177,17 @@ class SecondCosts:
         num, context = _decodes_of(decode, 0)
         if not num:
             return 0
-        shape = StepShape(num_decodes=num, decode_context=context, longest_context=context // num, num_head_rows=num)
-        asking_s = self._of_model(_time(prefill))[3]
-        return least_remote_tokens(_time(decode), shape, asking_s, past=num_cached, most=CHUNK)
+        time, asked = _time(decode), _time(prefill)
+        name = id(time), id(asked), num, context, num_cached
+        if (kept := self._least.get(name)) is None:
+            if len(self._least) >= MAX_KEPT:
+                self._least.clear()
+            shape = StepShape(
+                num_decodes=num, decode_context=context, longest_context=context // num, num_head_rows=num
+            )
+            least = least_remote_tokens(time, shape, self._of_model(asked)[3], past=num_cached, most=CHUNK)
+            kept = self._least[name] = time, asked, least
+        return kept[2]
 
 
 TOKENS = TokenCosts()
