@@ -23,6 +23,11 @@ class VirtualClock:
         """Calls once, at `time`, or now if that has passed."""
         heapq.heappush(self._due, (time if time > self.now else self.now, next(self._numbers), call))
 
+    @property
+    def is_last_of_moment(self) -> bool:
+        """Whether no further call is due now."""
+        return not self._due or self._due[0][0] > self.now
+
     def steps(self, most: int) -> int:
         """Makes the next calls, so many at most. Returns how many there were."""
         due, pop = self._due, heapq.heappop

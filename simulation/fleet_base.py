@@ -186,7 +186,7 @@ class FleetBase(ABC, Generic[WorkerT, RequestT]):
 
     def _arrive_next(self, arriving: Iterator[TrafficRequest]) -> None:
         if (request := next(arriving, None)) is not None:
-            self._clock.at(request.at, lambda: self._arrive(request, arriving))
+            self._clock.at(request.at, partial(self._arrive, request, arriving))
         else:
             self._is_arriving = False
 

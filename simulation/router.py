@@ -83,8 +83,10 @@ class SimulatedRouter:
         self._changed.add(address)
 
     def report_blocks(self, address: str, stored: bytes, removed: bytes) -> None:
-        self._index.remove(address, removed)
-        self._index.store(address, stored)
+        if removed:
+            self._index.remove(address, removed)
+        if stored:
+            self._index.store(address, stored)
 
     def pick(
         self,

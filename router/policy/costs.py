@@ -104,25 +104,25 @@ class SecondCosts:
         self._least: dict[tuple[int, int, int, int, int], tuple[BatchTime, BatchTime, int]] = {}
 
     def queue(self, endpoint: Endpoint) -> float:
-        return self._of(endpoint)[1]
+        kept = self._kept.get(endpoint.address)
+        return kept[1] if kept is not None and kept[0] is endpoint else self._keep(endpoint)[1]
 
     def load(self, endpoint: Endpoint) -> float:
-        return self._of(endpoint)[2]
+        kept = self._kept.get(endpoint.address)
+        return kept[2] if kept is not None and kept[0] is endpoint else self._keep(endpoint)[2]
 
     def wait(self, endpoint: Endpoint) -> float:
         kept = self._kept.get(endpoint.address)
-        return kept[3] if kept is not None and kept[0] is endpoint else self._of(endpoint)[3]
+        return kept[3] if kept is not None and kept[0] is endpoint else self._keep(endpoint)[3]
 
-    def _of(self, endpoint: Endpoint) -> tuple[Endpoint, float, float, float]:
-        kept = self._kept.get(endpoint.address)
-        if kept is None or kept[0] is not endpoint:
-            num_queued = endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
-            load = ANSWER_TOKENS * step_s(endpoint, num_more=1) if endpoint.can_decode else 0.0
-            queue = prompt_s(self.alone(_time(endpoint)), num_queued, 0) if num_queued else 0.0
-            kept = endpoint, queue, load, queue + load  # no load of a worker that only prefills
-            self._kept[endpoint.address] = kept
+    def _keep(self, endpoint: Endpoint) -> tuple[Endpoint, float, float, float]:
+        num_queued = endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
+        if len(self._kept) >= MAX_KEPT:
+            self._kept.clear()
+        load = ANSWER_TOKENS * step_s(endpoint, num_more=1) if endpoint.can_decode else 0.0
+        queue = prompt_s(self.alone(_time(endpoint)), num_queued, 0) if num_queued else 0.0
+        kept = endpoint, queue, load, queue + load  # no load of a worker that only prefills
+        self._kept[endpoint.address] = kept
         return kept
 
     def alone(self, time: BatchTime) -> ChunkTime:

@@ -59,11 +59,18 @@ class CountedFleet(FleetBase[CountedWorker, _OnItsWay]):
         max_model_len: int,  # noqa: ARG002 - the router sends no longer requests
     ) -> CountedWorker:
         return CountedWorker(
-            address, role, self._options.settings, self._times[role], self._clock, self, num_blocks=num_blocks
+            address,
+            role,
+            self._options.settings,
+            self._times[role],
+            self._clock,
+            self._counted,
+            self,
+            num_blocks=num_blocks,
         )
 
     def _started_to_serve(self, worker: CountedWorker) -> None:
-        self.changing(worker)
+        self._counted.changing(worker, self._clock.now)
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -107,12 +114,6 @@ class CountedFleet(FleetBase[CountedWorker, _OnItsWay]):
         self._clock.at(self._clock.now + self._options.message_s, deliver)
 
     # ------------------------------------------------------------------------------------ what workers say
-
-    def changing(self, worker: CountedWorker) -> None:
-        self._counted.changing(worker, self._clock.now)
-
-    def idle(self, worker: CountedWorker) -> None:
-        self._counted.idle(worker, self._clock.now)
 
     def report_blocks(self, worker: CountedWorker, stored: bytes, removed: bytes) -> None:
         if worker.address in self._members:

@@ -160,6 +160,8 @@ class CountedRouter(SimulatedRouter):
         while (since := reports.since) is not None:
             if since > earliest:
                 earliest = since
+            if earliest > now and not reports.is_news:
+                return earliest  # about: nobody waits for it
             turn = worker.boundary(earliest)
             if (alarm := reports.alarm) is not None and alarm < turn:
                 turn = max(alarm, earliest)

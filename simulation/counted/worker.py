@@ -22,18 +22,12 @@ from simulation.counted.decodes import Decodes
 from simulation.counted.job import Job, Mode
 from simulation.counted.job_blocks import JobBlocks
 from simulation.counted.prompts import Prompts
-from simulation.counted.router import Reports
+from simulation.counted.router import CountedRouter, Reports
 from simulation.step_times import Run, StepTimes
 
 
 class Owner(Protocol):
-    """What a worker says, at once."""
-
-    def changing(self, worker: CountedWorker) -> None:
-        """Its load is about to change."""
-
-    def idle(self, worker: CountedWorker) -> None:
-        """It has nothing to compute."""
+    """What a worker says of its requests and blocks, at once."""
 
     def ask_prefill(self, job: Job, first_block: int, stop_block: int) -> None:
         """A prefill worker has to compute the blocks from `first_block` on; with a `stop_block` those before it."""
@@ -64,10 +58,12 @@ class CountedWorker:
         settings: EngineSettings,
         times: StepTimes,
         clock: VirtualClock,
+        router: CountedRouter,
         owner: Owner,
         *,
         num_blocks: int,
     ) -> None:
+        """`router`: hears when the load changes."""
         self.address = address
         self.role = role
         self.busy_s = 0.0
@@ -80,6 +76,7 @@ class CountedWorker:
         self._slacks = () if settings.queue_policy == "fcfs" else (0,) * len(SLACKS_S)
         self._times = times
         self._clock = clock
+        self._router = router
         self._owner = owner
         self._blocks = JobBlocks(num_blocks, settings.block_size, is_cached=settings.enable_prefix_caching)
         self._counts = self._blocks.counts
@@ -100,7 +97,7 @@ class CountedWorker:
 
     def add(self, job: Job) -> None:
         """A request comes."""
-        self._owner.changing(self)
+        self._router.changing(self, self._clock.now)
         self.reports.newcomers.append(job.key)
         if job.is_part and self._hand_over_cached(job):
             return
@@ -110,7 +107,7 @@ class CountedWorker:
 
     def release(self, job: Job) -> None:
         """A prefill's decode worker needs its blocks no more."""
-        self._owner.changing(self)
+        self._router.changing(self, self._clock.now)
         self._num_leases -= 1
         self._blocks.give_up(job)
         self._go_on()
@@ -118,7 +115,7 @@ class CountedWorker:
     def settle(self, job: Job, num_blocks: int) -> None:
         """The first `num_blocks` blocks of a parked request are there: all that was asked for. The first token too,
         unless the prompt is split."""
-        self._owner.changing(self)
+        self._router.changing(self, self._clock.now)
         del self._prompts.parked[job]
         if job.mode is Mode.PREFILL:  # what was lent
             job.num_computed = job.num_cached = num_blocks * self._size
@@ -140,7 +137,7 @@ class CountedWorker:
 
     def end_parked(self, job: Job) -> None:
         """The first token of a parked request is its last."""
-        self._owner.changing(self)
+        self._router.changing(self, self._clock.now)
         del self._prompts.parked[job]
         job.num_computed = 0  # nothing of it has arrived
         self._owner.needs_no_more(job)
@@ -160,8 +157,9 @@ class CountedWorker:
         num_owned, num_cached = counts.num_owned, counts.num_cached
         num_waiting = len(prompts.waiting)
         num_held_back = prompts.num_held_back if num_waiting else 0
+        num_running = self._num_running
         return WorkerLoad(
-            num_requests_running=self._num_running + num_held_back,
+            num_requests_running=num_running + num_held_back,
             num_requests_waiting=num_waiting - num_held_back,
             num_queued_prompt_tokens=prompts.num_queued,
             num_queued_prompts=prompts.num_queued_prompts,
@@ -170,12 +168,12 @@ class CountedWorker:
             num_free_blocks=counts.num_blocks - num_owned - num_cached,
             num_cached_blocks=num_cached,
             num_leases=self._num_leases,
-            room_after=() if self._has_room() else self._room_after(),
+            room_after=() if self._has_room(num_running) else self._room_after(),
         )
 
-    def _has_room(self) -> bool:
+    def _has_room(self, num_running: int) -> bool:
         """For a newcomer, as `Scheduler.room_after` has it."""
-        if self._num_running >= self._max_seqs:
+        if num_running >= self._max_seqs:
             return False
         waiting = self._prompts.waiting
         return not waiting or -(-waiting[0].num_tokens // self._size) <= self._counts.num_available
@@ -237,17 +235,20 @@ class CountedWorker:
         return len(self._decodes) + len(self._joining) + self._prompts.num_placed
 
     def _go_on(self) -> None:
-        """With a step if none is under way; else a run ends with the step under way if the next one has further
-        requests."""
+        """With a step if none is under way, once all that comes at this moment is here; else a run ends with the step
+        under way if the next one has further requests. The last thing that a caller does."""
         if (run := self._run) is not None:
             self._shorten(run)
         elif not self._chunks and not self._is_turn_due:
             if not (self._joining or self._prompts.computing or self._prompts.waiting):
                 self._report_blocks()
-                self._owner.idle(self)
+                self._router.idle(self, self._clock.now)
                 return
-            self._is_turn_due = True
-            self._clock.at(self._clock.now, self._turn)
+            if self._clock.is_last_of_moment:
+                self._turn()
+            else:
+                self._is_turn_due = True
+                self._clock.at(self._clock.now, self._turn)
 
     def _shorten(self, run: Run) -> None:
         """Ends the run sooner if others join, or a newcomer took blocks that it needs."""
@@ -302,7 +303,7 @@ class CountedWorker:
         elif decodes:
             self._begin_run()
         else:
-            self._owner.idle(self)
+            self._router.idle(self, self._clock.now)
 
     def _compute(self, job: Job, left: int) -> int:
         """A chunk of the prompt, in the next step. Returns its tokens."""
@@ -364,7 +365,7 @@ class CountedWorker:
         """The run or step under way is over, unless it was cut short."""
         if number != self._number:
             return
-        self._owner.changing(self)
+        self._router.changing(self, self._clock.now)
         decodes = self._decodes
         if (run := self._run) is not None:
             self._take_blocks(decodes.step + run.num_steps - 1)
