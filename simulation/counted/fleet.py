@@ -140,15 +140,23 @@ class CountedFleet(FleetBase[CountedWorker, _OnItsWay]):
         self._mail(partial(worker.add, one.part))
 
     def ask_loan(self, job: Job, first_block: int, stop_block: int) -> None:
-        one = self._on_their_way[job.key]
-        # A message to the decode worker, which has the blocks, and one back.
-        at = self._clock.now + 2 * self._options.message_s
-        self._clock.at(at, partial(self._lend, one, job, stop_block - first_block, stop_block))
+        self._mail(partial(self._lend, self._on_their_way[job.key], job, first_block, stop_block))
 
-    def _lend(self, one: _OnItsWay, job: Job, num_blocks: int, stop_block: int) -> None:
+    def _lend(self, one: _OnItsWay, job: Job, first_block: int, stop_block: int) -> None:
+        """The decode worker says where those of the blocks are that it has by now."""
+        one.decode.hear()
+        num_here = min(one.job.num_computed // self._options.settings.block_size, stop_block)
+        self._mail(partial(self._borrow, one, job, first_block, num_here))
+
+    def _borrow(self, one: _OnItsWay, job: Job, first_block: int, stop_block: int) -> None:
+        """The prefill worker hears of blocks that it may read."""
         worker = one.prefill
         assert worker is not None  # noqa: S101 - who asks for a loan was asked for a prefill
-        arrived = self._move(one, one.decode, worker, num_blocks)
+        if stop_block <= first_block:
+            worker.settle(job, first_block)
+            return
+        worker.hear()
+        arrived = self._move(one, one.decode, worker, stop_block - first_block)
         self._clock.at(arrived, partial(worker.settle, job, stop_block))
 
     def _move(self, one: _OnItsWay, source: CountedWorker, target: CountedWorker, num_blocks: int) -> float:
@@ -178,6 +186,7 @@ class CountedFleet(FleetBase[CountedWorker, _OnItsWay]):
             if job.num_output == 1:
                 decode.end_parked(job)
                 return
+        decode.hear()
         arrived = self._move(one, prefill, decode, num_blocks) if num_blocks else self._clock.now
         if is_last:
             self._clock.at(arrived, partial(decode.settle, job, part.num_published))

@@ -40,6 +40,9 @@ class Job(msgspec.Struct, eq=False):
     rank: int = 0  # in the order of admission
     base: int = 0  # context less the steps that the worker has made, while it decodes
     is_new: bool = True  # never admitted
+    ask_from: int = 0  # while it is parked: the block from which on its KV was asked for; earlier ones are known
+    num_followed: int = 0  # jobs whose fetches it waits for
+    num_arrived: int | None = None  # leading blocks, with those of the jobs that it follows; None: its own do not yet
 
     @property
     def num_tokens(self) -> int:

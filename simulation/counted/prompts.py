@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from common.prefill_place import is_computed_in_place
+from simulation.counted.fetches import Fetches
 from simulation.counted.job import Job, Mode
 from simulation.counted.job_blocks import JobBlocks
 
@@ -19,6 +20,7 @@ class Prompts:
         self.waiting: deque[Job] = deque()
         self.computing: list[Job] = []  # in the order of admission
         self.parked: dict[Job, None] = {}  # likewise
+        self.fetches = Fetches(blocks)
         self.num_queued = 0  # prompt tokens of those that wait or are computed
         self.num_queued_prompts = 0
         self._num_held_back = 0  # of those that wait, at the last look for the first
@@ -135,13 +137,14 @@ class Prompts:
         number = counts.find(names)
         if number == len(names):
             return False
-        if not job.is_new or job.mode is not Mode.REMOTE:
-            return names[number] in next_names
-        # Fetched for another one, up to so little that no prefill worker would be asked for the rest.
-        for other in self.parked:
-            if other.mode is Mode.REMOTE and number < len(other.names) and other.names[number] == names[number]:
-                while number < min(len(names), len(other.names)) and other.names[number] == names[number]:
-                    number += 1
-                missing = job.num_asked - number * self._size
-                return is_computed_in_place(missing, job.min_remote, self._size)
-        return False
+        if job.is_new and self.parked:
+            known = self.fetches.known_until(job, number, len(names))
+            if known > number and not self.asks_worker(job, known):
+                return True
+        return names[number] in next_names and not (job.is_new and job.mode is Mode.REMOTE)
+
+    def asks_worker(self, job: Job, ask_from: int) -> bool:
+        """Whether a prefill worker has to compute its KV from block `ask_from` on, if all before is known."""
+        size = self._size
+        num_asked = job.num_asked if job.num_asked == job.num_prompt else job.num_asked // size * size
+        return job.mode is Mode.REMOTE and not is_computed_in_place(num_asked - ask_from * size, job.min_remote, size)

@@ -3,18 +3,18 @@
 Decodes alone go on for as many steps as nobody ends or joins, in the sum of their times: a run, which is one event. A
 step with chunks of prompts is one event, too.
 
-The order is that of arrival (`fcfs`). Other than in an engine, news of blocks reach the router at once, and a fetch is
-shared only with requests that lack hardly more than it brings.
+The order is that of arrival (`fcfs`). Other than in an engine, news of blocks reach the router at once, and the blocks
+of a handoff are found by others once all of them have arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
 from common.batch_time import StepShape
 from common.config import EngineSettings
-from common.prefill_place import is_computed_in_place
 from common.types import LOAD_INTERVAL_S, SLACKS_S, WorkerLoad, WorkerRole
 from engine.scheduling.room import Room
 from simulation.clock import VirtualClock
@@ -112,12 +112,30 @@ class CountedWorker:
         self._blocks.give_up(job)
         self._go_on()
 
+    def hear(self) -> None:
+        """A message comes that moves no request on. An idle worker looks all the same whether it has to report its
+        load; while it computes, each step does that."""
+        if self._run is None and not self._chunks:
+            self._router.changing(self, self._clock.now)
+            self._go_on()
+
     def settle(self, job: Job, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of a parked request are there: all that was asked for. The first token too,
-        unless the prompt is split."""
+        """The first `num_blocks` blocks of a parked request are there, as far as they were asked for: all that it waits
+        for, and the first token too, unless the prompt is split."""
         self._router.changing(self, self._clock.now)
+        job.num_arrived = num_blocks
+        if not job.num_followed:
+            self._unpark(job, num_blocks)
+        self._report_blocks()
+        self._go_on()
+
+    def _unpark(self, job: Job, num_blocks: int) -> None:
+        """Its wait is over."""
         del self._prompts.parked[job]
-        if job.mode is Mode.PREFILL:  # what was lent
+        if job.num_computed // self._size < job.ask_from:  # what it followed has not come: it has to compute that
+            if job.mode is Mode.PREFILL:
+                job.num_cached = job.num_computed
+        elif job.mode is Mode.PREFILL:  # what was lent
             job.num_computed = job.num_cached = num_blocks * self._size
         elif job.num_drawn:
             job.num_computed = job.num_prompt
@@ -127,13 +145,16 @@ class CountedWorker:
         if job.mode is Mode.REMOTE:
             job.mode = Mode.LOCAL
             self._owner.needs_no_more(job)
-        if job.num_drawn:
-            self._joining.append(job)
-        else:
+        if job.num_computed < job.num_prompt or not job.num_drawn:
             self._prompts.compute(job)
             self._publish(job)
-        self._report_blocks()
-        self._go_on()
+        else:
+            self._joining.append(job)
+        self._unpark_all(self._prompts.fetches.leave(job, has_come=True))
+
+    def _unpark_all(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._unpark(job, job.num_arrived or 0)
 
     def end_parked(self, job: Job) -> None:
         """The first token of a parked request is its last."""
@@ -141,7 +162,9 @@ class CountedWorker:
         del self._prompts.parked[job]
         job.num_computed = 0  # nothing of it has arrived
         self._owner.needs_no_more(job)
+        free = self._prompts.fetches.leave(job, has_come=False)
         self._end(job)
+        self._unpark_all(free)
         self._go_on()
 
     # ----------------------------------------------------------------------------------------- what it says
@@ -460,21 +483,27 @@ class CountedWorker:
         if not is_new or job.mode is Mode.LOCAL:
             job.mode = Mode.LOCAL if job.mode is Mode.REMOTE else job.mode
             return False
+        fetches, limit = self._prompts.fetches, (job.num_prompt - 1) // size
+        job.ask_from = ask_from = fetches.known_until(job, first, limit)
         if job.mode is Mode.PREFILL:
-            stop = min(job.num_lendable, (job.num_prompt - 1) // size)
+            stop = max(ask_from, min(job.num_lendable, limit))
             if stop <= first:
                 return False
             self._prompts.parked[job] = None
-            self._owner.ask_loan(job, first, stop)
+            fetches.join(job, ask_from, stop)
+            if stop > ask_from:
+                self._owner.ask_loan(job, ask_from, stop)
+            else:
+                job.num_arrived = ask_from
             return True
-        is_split = job.num_asked < job.num_prompt
-        num_asked = job.num_asked // size * size if is_split else job.num_prompt
-        if is_computed_in_place(num_asked - first * size, job.min_remote, size):
+        if not self._prompts.asks_worker(job, ask_from):
             job.mode = Mode.LOCAL
             self._owner.needs_no_more(job)
             return False
         self._prompts.parked[job] = None
-        self._owner.ask_prefill(job, first, num_asked // size if is_split else 0)
+        num_asked = job.num_asked // size
+        fetches.join(job, ask_from, num_asked)
+        self._owner.ask_prefill(job, ask_from, num_asked if job.num_asked < job.num_prompt else 0)
         return True
 
     def _hand_over_cached(self, job: Job) -> bool:
