@@ -19,35 +19,30 @@ class BlockCounts:
         self.removed: list[bytes] = []  # names that were lost, since somebody took them
         self.is_cached = is_cached
         self._owners: dict[bytes, int] = {}  # by name: how many requests own the block
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # owned by nobody; the next to be evicted first
+        self.idle: OrderedDict[bytes, None] = OrderedDict()  # names of those that nobody owns; evicted in this order
 
     @property
     def num_available(self) -> int:
         return self.num_blocks - self.num_owned
 
     @property
-    def num_cached(self) -> int:
-        """Those that nobody owns."""
-        return len(self._idle)
-
-    @property
     def num_empty(self) -> int:
-        return self.num_blocks - self.num_owned - len(self._idle)
+        return self.num_blocks - self.num_owned - len(self.idle)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._owners or name in self._idle
+        return name in self._owners or name in self.idle
 
     def find(self, names: Sequence[bytes]) -> int:
         """How many of these leading blocks are here."""
         for number, name in enumerate(names):
-            if name not in self._owners and name not in self._idle:
+            if name not in self._owners and name not in self.idle:
                 return number
         return len(names)
 
     def allocate(self, num_blocks: int, shared: Sequence[bytes]) -> bool:
         """Takes so many blocks, those of `shared` among them. Returns False and changes nothing if there are too
         few."""
-        num_revived = sum([name in self._idle for name in shared])
+        num_revived = sum([name in self.idle for name in shared])
         if num_blocks - len(shared) > self.num_available - num_revived:
             return False
         for name in shared:
@@ -57,8 +52,8 @@ class BlockCounts:
 
     def share(self, name: bytes) -> None:
         """One more request owns a block that is here."""
-        if name in self._idle:
-            del self._idle[name]
+        if name in self.idle:
+            del self.idle[name]
             self._owners[name] = 1
             self.num_owned += 1
         else:
@@ -69,12 +64,12 @@ class BlockCounts:
         self.num_owned += num_blocks
         if self.num_owned > self.num_blocks:
             raise ValueError(f"{self.num_owned} blocks are owned of {self.num_blocks}")
-        for _ in range(self.num_owned + len(self._idle) - self.num_blocks):
-            self.removed.append(self._idle.popitem(last=False)[0])
+        for _ in range(self.num_owned + len(self.idle) - self.num_blocks):
+            self.removed.append(self.idle.popitem(last=False)[0])
 
     def name(self, name: bytes) -> bool:
         """Names a block that is owned. Returns False and changes nothing if another one has the name."""
-        if not self.is_cached or name in self._owners or name in self._idle:
+        if not self.is_cached or name in self._owners or name in self.idle:
             return False
         self._owners[name] = 1
         self.stored.append(name)
@@ -89,5 +84,5 @@ class BlockCounts:
                 self._owners[name] = left
             else:
                 del self._owners[name]
-                self._idle[name] = None
+                self.idle[name] = None
                 self.num_owned -= 1

@@ -19,43 +19,40 @@ class Decodes:
         self.next_block_at = NEVER  # none needs a further block before this step
         self._blocks = blocks
         self._size = blocks.size
-        self._ending: list[tuple[int, int, Job]] = []  # heap: the step after which it ends, rank
+        self.ending: list[tuple[int, int, Job]] = []  # all of them, a heap: the step after which it ends, rank
         self._sum_bases = 0
-
-    def __len__(self) -> int:
-        return len(self._ending)
 
     @property
     def jobs(self) -> list[Job]:
-        return [job for _, _, job in self._ending]
+        return [job for _, _, job in self.ending]
 
     @property
     def context(self) -> int:
         """Tokens that they attend to in the next step, together."""
-        return self._sum_bases + len(self._ending) * self.step
+        return self._sum_bases + len(self.ending) * self.step
 
     @property
     def longest_context(self) -> int:
-        return max([job.base for _, _, job in self._ending]) + self.step if self._ending else 0
+        return max([job.base for _, _, job in self.ending]) + self.step if self.ending else 0
 
     @property
     def num_steps_to_end(self) -> int:
         """Until the first one ends."""
-        return self._ending[0][0] - self.step
+        return self.ending[0][0] - self.step
 
     def join(self, job: Job) -> None:
         """From the next step on."""
         step = self.step
         job.base = base = job.num_tokens - step
         self._sum_bases += base
-        heapq.heappush(self._ending, (step + job.num_output - job.num_drawn, job.rank, job))
+        heapq.heappush(self.ending, (step + job.num_output - job.num_drawn, job.rank, job))
         needs_at = job.num_blocks * self._size + 1 - base
         if needs_at < self.next_block_at:
             self.next_block_at = needs_at
 
     def pop_ended(self) -> list[Job]:
         """Takes those out that have drawn their last token."""
-        step, ending, ended = self.step, self._ending, list[Job]()
+        step, ending, ended = self.step, self.ending, list[Job]()
         while ending and ending[0][0] <= step:
             job = heapq.heappop(ending)[2]
             self._sum_bases -= job.base
@@ -66,8 +63,8 @@ class Decodes:
 
     def preempt(self, job: Job) -> None:
         """Takes it out before its end."""
-        self._ending = [one for one in self._ending if one[2] is not job]
-        heapq.heapify(self._ending)
+        self.ending = [one for one in self.ending if one[2] is not job]
+        heapq.heapify(self.ending)
         self._sum_bases -= job.base
         job.num_drawn = job.base + self.step - job.num_prompt
         job.num_computed = job.num_tokens - 1
@@ -76,14 +73,14 @@ class Decodes:
 
     def has_blocks_for(self, num_steps: int) -> bool:
         """Whether so many steps surely have the blocks that they need."""
-        return self._blocks.counts.num_available // len(self._ending) * self._size >= num_steps
+        return self._blocks.counts.num_available // len(self.ending) * self._size >= num_steps
 
     def steps_with_blocks(self, step: int) -> int:
         """How many steps from `step` on have the blocks that they need."""
         num_available, size = self._blocks.counts.num_available, self._size
-        if num_available >= len(self._ending):
-            return num_available // len(self._ending) * size
-        lacking = sorted([job.num_blocks * size + 1 - job.base for _, _, job in self._ending])
+        if num_available >= len(self.ending):
+            return num_available // len(self.ending) * size
+        lacking = sorted([job.num_blocks * size + 1 - job.base for _, _, job in self.ending])
         return max(lacking[num_available] - step, 0)
 
     def lacks_block(self, job: Job) -> bool:
@@ -95,7 +92,7 @@ class Decodes:
         if step < self.next_block_at:
             return
         size, num_taken, next_at = self._size, 0, NEVER
-        for _, _, job in self._ending:
+        for _, _, job in self.ending:
             num_new = -(-(job.base + step) // size) - job.num_blocks
             if num_new > 0:
                 job.num_computed = job.base + step - 1
@@ -109,4 +106,4 @@ class Decodes:
     def find_next_block(self) -> None:
         """After some were taken or given up by other ways."""
         size = self._size
-        self.next_block_at = min([job.num_blocks * size + 1 - job.base for _, _, job in self._ending], default=NEVER)
+        self.next_block_at = min([job.num_blocks * size + 1 - job.base for _, _, job in self.ending], default=NEVER)

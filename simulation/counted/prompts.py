@@ -33,11 +33,6 @@ class Prompts:
         """Of those that wait: they count as running."""
         return min(self._num_held_back, len(self.waiting))
 
-    @property
-    def num_placed(self) -> int:
-        """Those that have a place."""
-        return len(self.computing) + len(self.parked)
-
     # --------------------------------------------------------------------------------------------- the queue
 
     def wait(self, job: Job) -> None:

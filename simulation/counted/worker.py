@@ -177,7 +177,7 @@ class CountedWorker:
         """`time`: now, or a moment since which nothing has changed but that decodes went on."""
         self._catch_up(time)
         counts, prompts = self._counts, self._prompts
-        num_owned, num_cached = counts.num_owned, counts.num_cached
+        num_owned, num_cached = counts.num_owned, len(counts.idle)
         num_waiting = len(prompts.waiting)
         num_held_back = prompts.num_held_back if num_waiting else 0
         num_running = self._num_running
@@ -255,7 +255,8 @@ class CountedWorker:
 
     @property
     def _num_running(self) -> int:
-        return len(self._decodes) + len(self._joining) + self._prompts.num_placed
+        prompts = self._prompts
+        return len(self._decodes.ending) + len(self._joining) + len(prompts.computing) + len(prompts.parked)
 
     def _go_on(self) -> None:
         """With a step if none is under way, once all that comes at this moment is here; else a run ends with the step
@@ -313,7 +314,7 @@ class CountedWorker:
             decodes.join(job)
         self._joining.clear()
         has_preempted = decodes.step >= decodes.next_block_at and self._take_blocks_of_step()
-        left = self._max_tokens - len(decodes)
+        left = self._max_tokens - len(decodes.ending)
         for job in self._prompts.computing:
             if left <= 0:
                 break
@@ -323,7 +324,7 @@ class CountedWorker:
         self._report_blocks()
         if self._chunks:
             self._begin_step()
-        elif decodes:
+        elif decodes.ending:
             self._begin_run()
         else:
             self._router.idle(self, self._clock.now)
@@ -340,7 +341,7 @@ class CountedWorker:
 
     def _begin_step(self) -> None:
         num_chunks = new = past = pairs = squares = num_done = 0
-        num_decodes, context = len(self._decodes), self._decodes.context
+        num_decodes, context = len(self._decodes.ending), self._decodes.context
         for job, num in self._chunks:
             before = job.num_computed
             is_done = before + num == job.num_tokens and not job.is_part
@@ -364,7 +365,7 @@ class CountedWorker:
                 chunk_past=past,
                 chunk_pairs=pairs,
                 chunk_squares=squares,
-                num_head_rows=len(self._decodes) + num_done,
+                num_head_rows=len(self._decodes.ending) + num_done,
             )
         )
         self._step_device_s = device_s
@@ -380,7 +381,7 @@ class CountedWorker:
         num_steps = min(decodes.num_steps_to_end, self._times.longest_run)
         if not decodes.has_blocks_for(num_steps):  # the first one has its blocks
             num_steps = min(num_steps, 1 + decodes.steps_with_blocks(decodes.step + 1))
-        run = self._times.run(self._clock.now, num_steps, len(decodes), decodes.context, self._longest_context())
+        run = self._times.run(self._clock.now, num_steps, len(decodes.ending), decodes.context, self._longest_context())
         self._run = run
         self._await(run.end)
 

@@ -38,7 +38,7 @@ def test_empty_blocks_go_first_then_those_given_up_the_longest_ago() -> None:
     assert blocks.allocate(3, [])
     assert [blocks.name(one) for one in names] == [True] * 3
     blocks.give_up(names, 0)
-    assert (blocks.num_owned, blocks.num_cached, blocks.num_empty) == (0, 3, 1)
+    assert (blocks.num_owned, len(blocks.idle), blocks.num_empty) == (0, 3, 1)
     blocks.take(2)  # the end of a prefix goes before its beginning
     assert blocks.removed == [b"c"]
     assert blocks.find(names) == 2
@@ -54,7 +54,7 @@ def test_of_equal_blocks_one_has_the_name() -> None:
     assert blocks.name(b"a")
     assert not blocks.name(b"a")
     blocks.give_up([b"a"], 1)
-    assert (blocks.num_cached, blocks.num_empty) == (1, 3)
+    assert (len(blocks.idle), blocks.num_empty) == (1, 3)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -72,7 +72,7 @@ def test_every_block_is_owned_cached_or_empty(seed: int) -> None:
             blocks.give_up(held, num_unnamed)
         distinct = {name for held, _ in requests for name in held}
         assert blocks.num_owned == len(distinct) + sum(num for _, num in requests)
-        assert blocks.num_owned + blocks.num_cached + blocks.num_empty == 30
+        assert blocks.num_owned + len(blocks.idle) + blocks.num_empty == 30
         assert blocks.num_empty >= 0
     for held, num_unnamed in requests:
         blocks.give_up(held, num_unnamed)

@@ -58,9 +58,9 @@ CASES: dict[str, dict[str, object]] = {
     "one token": {"prefill": 2, "rate": 20.0, "output_tokens": 1, "announce": "end"},
     # Decode workers lend to prefill workers, and a turn comes while the one before is fetched.
     "in turn": {
-        **{"prefill": 3, "decode": 2, "both": 1, "rate": 2.25, "arrivals": "conversations", "prompt_tokens": 800},
-        **{"output_tokens": 60, "num_blocks": 750, "times": "xeon-135m", "policy": "round_robin", "announce": "end"},
-        **{"host_time": 0.5, "goodput": "ttft:300", "seed": 1, "requests": 110},
+        "prefill": 3, "decode": 2, "both": 1, "rate": 2.25, "arrivals": "conversations", "prompt_tokens": 800,
+        "output_tokens": 60, "num_blocks": 750, "times": "xeon-135m", "policy": "round_robin", "announce": "end",
+        "host_time": 0.5, "goodput": "ttft:300", "seed": 1, "requests": 110,
     },
     # Users ask again before they have been answered.
     "impatient": {"prefill": 0, "decode": 0, "both": 1, "rate": 8.0, "arrivals": "conversations", "think_time": 0.2},
