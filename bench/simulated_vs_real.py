@@ -46,6 +46,7 @@ from common.percentiles import percentile
 from common.traffic.requests import ANSWER, TrafficRequest, prompt_token_ids
 from engine.loading.embedded_model import ensure_model
 from engine.simulated.data_sheet import SHEETS
+from engine.simulated.device import PIECE_S
 from simulation.fleet import Fleet
 from simulation.scenario import fleet_options, scenarios, traffic
 
@@ -204,7 +205,9 @@ def planned(settings: SimulateSettings, workload: str, seconds: float, load: flo
     """Requests for some `seconds`, at a share of what the fleet can do: what it serves in a second if many come at
     once."""
     made = settings.model_copy(update={**WORKLOADS[workload], "seed": 1 + [*WORKLOADS].index(workload)})
-    together = made.model_copy(update={"arrivals": "steady", "rate": 1e5, "requests": 64, "leap": True})
+    together = made.model_copy(
+        update={"arrivals": "steady", "rate": 1e5, "requests": 64, "message_poll": 0.0, "leap": True}
+    )
     rate = load * 64 / simulate(together, traffic(together))[1]
     return traffic(made.model_copy(update={"rate": rate, "requests": max(round(rate * seconds), 4)}))
 
@@ -284,6 +287,7 @@ def measure(
             "kv_token_bytes": kv_bytes,
             "max_model_len": MAX_MODEL_LEN,
             "bandwidth": args.bandwidth,
+            "message_poll": 1000 * PIECE_S if args.device == "simulated" else 0.0,
         }
     )
     flags = [f"--{name}={num}" for name, num in numbers.items()]

@@ -179,6 +179,9 @@ def scenarios(settings: SimulateSettings) -> list[Scenario]:
 def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOptions:
     if settings.counted:
         _check_counted(settings)
+    if settings.message_poll and (settings.leap or settings.counted):
+        way = "leap" if settings.leap else "counted"
+        raise ConfigError("message_poll", f"needs workers that make each step: not with --{way}")
     engine = EngineSettings.model_validate(
         {
             name: getattr(settings, name)
@@ -210,7 +213,7 @@ def fleet_options(settings: SimulateSettings, scenario: Scenario) -> FleetOption
         link=LinkSpeed(bandwidth=1e9 * settings.bandwidth, latency_s=settings.link_latency / 1000),
         max_model_len=settings.max_model_len,
         message_s=settings.message_latency / 1000,
-        host=HostTime(settings.host_time / 1000, settings.host_request_time / 1000),
+        host=HostTime(settings.host_time / 1000, settings.host_request_time / 1000, settings.message_poll / 1000),
         leaps=settings.leap,
         is_counted=settings.counted,
         tells_times=settings.router_times,

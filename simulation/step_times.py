@@ -11,10 +11,11 @@ LONGEST_RUN = 256  # steps, whose times grow evenly enough where they are not li
 
 @dataclass(slots=True, frozen=True)
 class HostTime:
-    """Seconds between two steps, in which the device waits for the engine."""
+    """What an engine's own process takes. Between two steps the device waits for the engine."""
 
-    step_s: float = 0.0
+    step_s: float = 0.0  # between two steps
     request_s: float = 0.0  # more for each request of the step
+    poll_s: float = 0.0  # while a step is computed, messages and KV that arrived are looked for this often; 0: at once
 
     def seconds(self, num_requests: int) -> float:
         return self.step_s + self.request_s * num_requests

@@ -12,6 +12,7 @@ evicted in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from common.batch_time import BatchTime, StepShape
 from common.config import EngineSettings
@@ -93,6 +94,9 @@ class SimulatedWorker:
         self._leap: _Leap | None = None
         self._steps_begun = 0  # and leaps: tells the end of one that was cut short
         self._is_turn_due = False
+        self._step_start = 0.0
+        self._held: list[m.Command] = []  # that came in mid-step, until the engine looks for messages
+        self._looks_in = 0  # the step in which it does that next
         self._last_load: WorkerLoad | None = None
         self._has_changed = True  # since its load was reported
         self._load_due = self._blocks_due = 0.0  # when the next report may be made
@@ -117,6 +121,9 @@ class SimulatedWorker:
 
     def deliver(self, command: m.Command) -> None:
         """A command has come."""
+        if self._looks_later():
+            self._held.append(command)
+            return
         if self._leap is not None and not self._has_room(self._leap, command):
             self._break_leap()
         elif self._leap is not None and isinstance(command, m.AddRequest):
@@ -129,12 +136,38 @@ class SimulatedWorker:
 
     def _wake(self) -> None:
         """Blocks have arrived."""
+        if self._looks_later():
+            return
         if self._leap is not None and self._leap.has_queue:  # which may now have room
             self._link.is_held = True  # what runs now began before they came
             self._break_leap()
             self._link.is_held = False
         self._has_changed = True
         self._go_on()
+
+    def _looks_later(self) -> bool:
+        """Whether the engine takes in what has come only when it looks for messages again. False: it does so now."""
+        poll_s, now = self._host.poll_s, self._clock.now
+        if not poll_s or self._begun is None:
+            return False
+        if self._looks_in != self._steps_begun:
+            self._looks_in = self._steps_begun
+            num_looks = int((now - self._step_start) / poll_s) + 1
+            self._clock.at(self._step_start + num_looks * poll_s, partial(self._look, self._steps_begun))
+        return True
+
+    def _look(self, number: int) -> None:
+        """Looks for messages in mid-step, unless that step has ended: then it has looked."""
+        if self._begun is not None and number == self._steps_begun:
+            self._looks_in = 0
+            self._take_held()
+            self._has_changed = True
+            self._go_on()
+
+    def _take_held(self) -> None:
+        held, self._held = self._held, []
+        for command in held:
+            self.core.handle(command)
 
     def _go_on(self) -> None:
         """Does what a message asks for: in mid-step as far as that is possible, else with the next step."""
@@ -205,6 +238,7 @@ class SimulatedWorker:
                 self._turn_soon()
             return
         self._begun = begun
+        self._step_start = self._clock.now
         self._steps_begun += 1
         number, seconds = self._steps_begun, self._device.begun_s
         self.busy_s += seconds
@@ -218,6 +252,7 @@ class SimulatedWorker:
         begun, self._begun = self._begun, None
         self._has_changed = True
         self.core.end(begun)
+        self._take_held()
         self._send()
         self._turn()
 

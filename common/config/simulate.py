@@ -83,6 +83,12 @@ class SimulateSettings(TrafficSettings, PolicySettings, LimitSettings):
         0.0, ge=0, description="milliseconds between two steps, in which the device waits for its engine"
     )
     host_request_time: float = Field(0.0, ge=0, description="milliseconds more of that for each request of a step")
+    message_poll: float = Field(
+        0.0,
+        ge=0,
+        description="milliseconds: while a worker computes a step, it looks for messages and for KV that arrived this "
+        "often; 0: at once",
+    )
     router_times: bool = Field(
         True, description="workers tell how long their steps take, so that the router decides in seconds"
     )

@@ -39,7 +39,7 @@ Uint32s = npt.NDArray[np.uint32]
 log = logging.getLogger(__name__)
 
 HIDDEN_SIZE = 16
-_PIECE_S = 0.005  # `meanwhile` is called this often while a step takes its time
+PIECE_S = 0.005  # `meanwhile` is called this often while a step takes its time
 _KEPT_STEPS = 2  # whose drawn tokens a later step may begin with
 _UNLIKELY = -20.0  # logprob of tokens that are told beside the drawn one, which is certain
 
@@ -142,7 +142,7 @@ class SimulatedDevice(Device):
                 tokens[index] = self._draw(int(sums[-1]), row.draw)
         self._written = written
         while (left_s := ends_at - self._clock()) > 0:
-            self._sleep(min(left_s, _PIECE_S))
+            self._sleep(min(left_s, PIECE_S))
             meanwhile()
         self._drawn[ticket.number] = tokens
         self._drawn.pop(ticket.number - _KEPT_STEPS, None)

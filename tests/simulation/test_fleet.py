@@ -15,6 +15,7 @@ import pytest
 
 from common.batch_time import StepShape
 from common.config import SimulateSettings
+from common.errors import ConfigError
 from common.goodput import parse_goodput
 from common.traffic.requests import TrafficRequest, answer_id
 from engine.simulated.data_sheet import simulated_time
@@ -63,6 +64,28 @@ def decodes_s(*contexts: int) -> float:
             num_head_rows=len(contexts),
         )
     )
+
+
+def test_a_message_to_a_worker_that_computes_waits_until_it_looks() -> None:
+    """A decode worker computes one long answer while other requests ask it for their prefill."""
+    others = [asked(0.3 + 0.1037 * number, (2 + number, 1500)) for number in range(12)]
+    requested = [asked(0.0, (1, 300), output=300), *others]
+    at_once, looked, slow = (served(requested, message_poll=poll).requests for poll in (0.0, 2.0, 1000.0))
+    step_s = decodes_s(500)
+    assert looked[0].ttft_s == at_once[0].ttft_s, "nobody computes, so the message is read at once"
+    waits = [one.ttft_s - other.ttft_s for one, other in zip(looked[1:], at_once[1:], strict=True)]
+    until_end = [one.ttft_s - other.ttft_s for one, other in zip(slow[1:], at_once[1:], strict=True)]
+    assert all(0 < wait < 0.002 + 1e-9 for wait in waits)
+    assert all(wait - 1e-9 < until < step_s * 1.01 for wait, until in zip(waits, until_end, strict=True))
+    assert max(until_end) > step_s / 2, "the step's end is the latest"
+    assert looked[0].e2e_s == pytest.approx(at_once[0].e2e_s)
+
+
+@pytest.mark.parametrize("way", ["leap", "counted"])
+def test_looking_for_messages_needs_steps_that_are_made_one_by_one(way: str) -> None:
+    with pytest.raises(ConfigError, match=f"not with --{way}") as caught:
+        run(SimulateSettings.model_validate({"message_poll": 1.0, way: True}))
+    assert caught.value.field == "message_poll"
 
 
 def test_one_request_in_place_takes_the_predicted_steps() -> None:
