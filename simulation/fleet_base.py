@@ -56,8 +56,13 @@ PROGRESS_EVENTS = 4096  # from one call of `progress` to the next
 class Worker(Protocol):
     address: str
     role: WorkerRole
-    busy_s: float  # of the device
-    num_steps: int
+
+    @property
+    def busy_s(self) -> float:
+        """Of the device."""
+
+    @property
+    def num_steps(self) -> int: ...
 
     @property
     def load(self) -> WorkerLoad: ...

@@ -1,7 +1,8 @@
 """A fleet whose workers are plain numbers, without engines (`--counted`).
 
     job           a request on one worker
-    worker        steps, and runs of steps of decodes alone
+    worker        what comes, and the steps that follow
+    under_way     the step that is computed now, or the run of steps of decodes alone
     prompts       who waits, computes a prompt, or waits for KV of another worker
     fetches       who waits for blocks that are fetched for another job
     decodes       who draws a token in each step, and the blocks that they need next

@@ -21,6 +21,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Sent, SentTokens
 from router.policy.base import Policy, RoutingDecision
 from router.running.routes import load_of
+from simulation.counted.under_way import UnderWay
 from simulation.router import SimulatedRouter
 
 
@@ -39,21 +40,9 @@ class Reports:
 class ReportingWorker(Protocol):
     address: str
     reports: Reports
+    under_way: UnderWay
 
     def load_at(self, time: float) -> WorkerLoad: ...
-
-    def boundary(self, time: float) -> float:
-        """The first moment from `time` on that is between two steps."""
-
-    def last_quiet_turn(self, told_at: float, until: float) -> float:
-        """When it had its last turn to report before `until`, if only decodes went on, and nothing was to be told."""
-
-    def goes_on_after(self, time: float) -> bool:
-        """Whether further decodes without a prompt follow then, as far as is known."""
-
-    @property
-    def next_block_s(self) -> float | None:
-        """When its load will change by itself; None if it will not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +117,7 @@ class CountedRouter(SimulatedRouter):
             next_turn = self._advance(worker, now, is_past=False)
             if reports.is_news:
                 self._look_at(worker, next_turn)
-            elif (next_s := worker.next_block_s) is not None:
+            elif (next_s := worker.under_way.next_block_s) is not None:
                 self._look_at(worker, max(next_s, next_turn))
 
     def send(self, key: str, now: float, decision: RoutingDecision, block_names: Sequence[bytes]) -> None:
@@ -155,14 +144,14 @@ class CountedRouter(SimulatedRouter):
         load may have changed."""
         reports = worker.reports
         if not reports.is_news and reports.alarm is None and reports.since is not None:
-            reports.told_at = worker.last_quiet_turn(reports.told_at, now)
+            reports.told_at = worker.under_way.last_quiet_turn(reports.told_at, now)
         earliest = reports.told_at + LOAD_INTERVAL_S
         while (since := reports.since) is not None:
             if since > earliest:
                 earliest = since
             if earliest > now and not reports.is_news:
                 return earliest  # about: nobody waits for it
-            turn = worker.boundary(earliest)
+            turn = worker.under_way.boundary(earliest)
             if (alarm := reports.alarm) is not None and alarm < turn:
                 turn = max(alarm, earliest)
             if turn > now or (is_past and turn == now):
@@ -171,10 +160,10 @@ class CountedRouter(SimulatedRouter):
             earliest = turn + LOAD_INTERVAL_S
             if alarm is not None and alarm <= turn:
                 reports.alarm = None
-            if reports.is_news or ((next_s := worker.next_block_s) is not None and next_s <= turn):
+            if reports.is_news or ((next_s := worker.under_way.next_block_s) is not None and next_s <= turn):
                 reports.is_news = False
                 self._take_load(worker, turn)
-            reports.since = turn if worker.goes_on_after(turn) else None
+            reports.since = turn if worker.under_way.goes_on_after(turn) else None
         return earliest
 
     def _take_load(self, worker: ReportingWorker, time: float) -> None:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from common.batch_time import StepShape
 from common.config import EngineSettings
-from common.types import LOAD_INTERVAL_S, SLACKS_S, WorkerLoad, WorkerRole
+from common.types import SLACKS_S, WorkerLoad, WorkerRole
 from engine.scheduling.room import Room
 from simulation.clock import VirtualClock
 from simulation.counted.decodes import Decodes
@@ -23,6 +22,7 @@ from simulation.counted.job import Job, Mode
 from simulation.counted.job_blocks import JobBlocks
 from simulation.counted.prompts import Prompts
 from simulation.counted.router import CountedRouter, Reports
+from simulation.counted.under_way import UnderWay
 from simulation.step_times import Run, StepTimes
 
 
@@ -66,15 +66,12 @@ class CountedWorker:
         """`router`: hears when the load changes."""
         self.address = address
         self.role = role
-        self.busy_s = 0.0
-        self.num_steps = 0
         self.reports = Reports()
         self._size = settings.block_size
         self._max_seqs = settings.max_num_seqs
         self._max_tokens = settings.max_num_batched_tokens
         self._at_end = settings.announce == "end"
         self._slacks = () if settings.queue_policy == "fcfs" else (0,) * len(SLACKS_S)
-        self._times = times
         self._clock = clock
         self._router = router
         self._owner = owner
@@ -86,11 +83,8 @@ class CountedWorker:
         self._joining: list[Job] = []  # decode from the next step on
         self._rank = 0
         self._num_leases = 0
-        self._run: Run | None = None
-        self._chunks: list[tuple[Job, int]] = []  # of the step under way
-        self._step_start = self._step_end = 0.0
-        self._step_device_s = 0.0
-        self._number = 0  # of the run or step under way: tells the end of one that was cut short
+        self.under_way = UnderWay(self._decodes, times)
+        self._number = 0  # of what is under way: tells the end of one that was cut short
         self._is_turn_due = False
 
     # ------------------------------------------------------------------------------------------ what comes
@@ -115,7 +109,7 @@ class CountedWorker:
     def hear(self) -> None:
         """A message comes that moves no request on. An idle worker looks all the same whether it has to report its
         load; while it computes, each step does that."""
-        if self._run is None and not self._chunks:
+        if self.under_way.run is None and not self.under_way.chunks:
             self._router.changing(self, self._clock.now)
             self._go_on()
 
@@ -170,6 +164,14 @@ class CountedWorker:
     # ----------------------------------------------------------------------------------------- what it says
 
     @property
+    def busy_s(self) -> float:
+        return self.under_way.busy_s
+
+    @property
+    def num_steps(self) -> int:
+        return self.under_way.num_steps
+
+    @property
     def load(self) -> WorkerLoad:
         return self.load_at(self._clock.now)
 
@@ -210,35 +212,6 @@ class CountedWorker:
         ]
         return self._room.after_tokens(left, len(prompts.waiting) - prompts.num_held_back)
 
-    def boundary(self, time: float) -> float:
-        """The first moment from `time` on that is between two steps, as far as steps are known: loads are reported
-        then."""
-        if self._run is not None:
-            return time if time > self._run.end else self._run.step_end(time)
-        return max(time, self._step_end) if self._chunks and time > self._step_start else time
-
-    def last_quiet_turn(self, told_at: float, until: float) -> float:
-        """When it had its last turn to report before `until`, if only decodes went on, and nothing was to be told."""
-        if self._run is None:
-            return told_at
-        next_s = self.next_block_s
-        return self._run.last_turn(told_at, LOAD_INTERVAL_S, until if next_s is None else min(until, next_s))
-
-    def goes_on_after(self, time: float) -> bool:
-        """Whether further steps of the run under way end after `time`."""
-        return self._run is not None and time < self._run.end
-
-    @property
-    def next_block_s(self) -> float | None:
-        """When a decode of the run under way takes a further block; None if none does before its end."""
-        run = self._run
-        if run is None:
-            return None
-        num_steps = self._decodes.next_block_at - self._decodes.step
-        if num_steps >= run.num_steps:
-            return None
-        return run.start + run.seconds(max(num_steps, 0))
-
     def check_integrity(self) -> list[str]:
         """What is wrong with its blocks or queues once all requests have ended; empty if nothing is."""
         found = {
@@ -261,9 +234,9 @@ class CountedWorker:
     def _go_on(self) -> None:
         """With a step if none is under way, once all that comes at this moment is here; else a run ends with the step
         under way if the next one has further requests. The last thing that a caller does."""
-        if (run := self._run) is not None:
+        if (run := self.under_way.run) is not None:
             self._shorten(run)
-        elif not self._chunks and not self._is_turn_due:
+        elif not self.under_way.chunks and not self._is_turn_due:
             if not (self._joining or self._prompts.computing or self._prompts.waiting):
                 self._report_blocks()
                 self._router.idle(self, self._clock.now)
@@ -307,7 +280,7 @@ class CountedWorker:
     def _turn(self) -> None:
         """Begins a step or a run, if there is something to compute."""
         self._is_turn_due = False
-        if self._run is not None or self._chunks:
+        if self.under_way.run is not None or self.under_way.chunks:
             return
         decodes = self._decodes
         for job in self._joining:
@@ -322,10 +295,10 @@ class CountedWorker:
         if self._prompts.waiting and not has_preempted:
             self._admit(left)
         self._report_blocks()
-        if self._chunks:
-            self._begin_step()
+        if self.under_way.chunks:
+            self._await(self.under_way.begin_step(self._clock.now))
         elif decodes.ending:
-            self._begin_run()
+            self._await(self.under_way.begin_run(self._clock.now))
         else:
             self._router.idle(self, self._clock.now)
 
@@ -334,80 +307,25 @@ class CountedWorker:
         if num_adopted := self._blocks.adopt(job):
             self._prompts.advance(job, num_adopted * self._size)
             self._publish(job)
-        num = self._prompts.next_chunk(job, left, self._chunks)
+        num = self._prompts.next_chunk(job, left, self.under_way.chunks)
         if num > 0:
-            self._chunks.append((job, num))
+            self.under_way.chunks.append((job, num))
         return num
-
-    def _begin_step(self) -> None:
-        num_chunks = new = past = pairs = squares = num_done = 0
-        num_decodes, context = len(self._decodes.ending), self._decodes.context
-        for job, num in self._chunks:
-            before = job.num_computed
-            is_done = before + num == job.num_tokens and not job.is_part
-            num_done += is_done
-            if num == 1:  # a row like a decode's
-                num_decodes += 1
-                context += before + 1
-                continue
-            num_chunks += 1
-            new += num
-            past += before
-            pairs += num * before + num * (num + 1) // 2
-            squares += num * num
-        device_s, host_s = self._times.step(
-            StepShape(
-                num_decodes=num_decodes,
-                decode_context=context,
-                longest_context=self._longest_context(),
-                num_chunks=num_chunks,
-                chunk_tokens=new,
-                chunk_past=past,
-                chunk_pairs=pairs,
-                chunk_squares=squares,
-                num_head_rows=len(self._decodes.ending) + num_done,
-            )
-        )
-        self._step_device_s = device_s
-        self._step_start = self._clock.now
-        self._step_end = self._step_start + device_s + host_s
-        self._await(self._step_end)
-
-    def _longest_context(self) -> int:
-        return self._decodes.longest_context if self._times.needs_longest else 0
-
-    def _begin_run(self) -> None:
-        decodes = self._decodes
-        num_steps = min(decodes.num_steps_to_end, self._times.longest_run)
-        if not decodes.has_blocks_for(num_steps):  # the first one has its blocks
-            num_steps = min(num_steps, 1 + decodes.steps_with_blocks(decodes.step + 1))
-        run = self._times.run(self._clock.now, num_steps, len(decodes.ending), decodes.context, self._longest_context())
-        self._run = run
-        self._await(run.end)
 
     def _ended(self, number: int) -> None:
         """The run or step under way is over, unless it was cut short."""
         if number != self._number:
             return
         self._router.changing(self, self._clock.now)
-        decodes = self._decodes
-        if (run := self._run) is not None:
-            self._take_blocks(decodes.step + run.num_steps - 1)
-            self._run = None
-            self.busy_s += run.end - run.start - run.num_steps * run.host_s
-            self.num_steps += run.num_steps
-            decodes.step += run.num_steps
-        else:
-            self.busy_s += self._step_device_s
-            self.num_steps += 1
-            decodes.step += 1
-            self._end_chunks()
-        for job in decodes.pop_ended():
+        if (run := self.under_way.run) is not None:
+            self._take_blocks(self._decodes.step + run.num_steps - 1)
+        if chunks := self.under_way.end():
+            self._end_chunks(chunks)
+        for job in self._decodes.pop_ended():
             self._end(job)
         self._turn()
 
-    def _end_chunks(self) -> None:
-        chunks, self._chunks = self._chunks, []
+    def _end_chunks(self, chunks: list[tuple[Job, int]]) -> None:
         prompts = self._prompts
         for job, num in chunks:
             prompts.advance(job, num)
@@ -520,7 +438,7 @@ class CountedWorker:
 
     def _catch_up(self, time: float) -> None:
         """Takes the blocks that decodes of the run under way have needed until then."""
-        run, decodes = self._run, self._decodes
+        run, decodes = self.under_way.run, self._decodes
         if run is not None and decodes.next_block_at < decodes.step + run.num_steps:
             self._take_blocks(decodes.step + min(run.num_done(time), run.num_steps - 1))
 
