@@ -71,6 +71,7 @@ TIERS = {
         "integration/test_rolling_update.py",
         "integration/test_second_turn.py",
         "integration/test_speculation.py",
+        "kv_store/test_nixl_raw.py",
         "router/processes",
         "router/test_every_parameter.py",
         "simulation",

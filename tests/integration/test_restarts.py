@@ -38,6 +38,11 @@ def all_ready(stack: Stack) -> bool:
     return all(worker.state is WorkerState.READY for worker in stack.workers())
 
 
+def count(stack: Stack, words: str) -> int:
+    """How often its log has them."""
+    return stack.process.log.read_text().count(words)
+
+
 def decode_worker(stack: Stack) -> int:
     """Pid of its front."""
     children = descendants(stack.process.popen.pid)
@@ -53,24 +58,25 @@ def start(tmp_path: Path) -> Iterator[list[Stack]]:
         stack.process.kill()
 
 
-@pytest.mark.parametrize("part", ["front", "engine"])
-def test_a_decode_worker_that_is_killed_comes_back(start: list[Stack], tmp_path: Path, part: str) -> None:
+def test_a_decode_worker_that_is_killed_comes_back(start: list[Stack], tmp_path: Path) -> None:
+    """Whether its front was killed or its engine."""
     stack = Stack(tmp_path, f"--model={tmp_path / 'model'}")
     start.append(stack)
     expected = answer(stack)
-    front = decode_worker(stack)
-    (engine,) = engines(front)
-    os.kill(front if part == "front" else engine, signal.SIGKILL)
-    wait_for("the worker has ended", lambda: not alive({front, engine}), CALL_TIMEOUT_S)
-    wait_for("the worker is back", lambda: BACK in stack.process.log.read_text(), START_TIMEOUT_S)
-    wait_for("the router uses it", lambda: all_ready(stack), START_TIMEOUT_S)
-    assert answer(stack) == expected
-    assert decode_worker(stack) != front
-    stack.settle()
+    for number, part in enumerate(("front", "engine"), start=1):
+        front = decode_worker(stack)
+        (engine,) = engines(front)
+        os.kill(front if part == "front" else engine, signal.SIGKILL)
+        wait_for("the worker has ended", lambda pids={front, engine}: not alive(pids), CALL_TIMEOUT_S)
+        wait_for("the worker is back", lambda n=number: count(stack, BACK) == n, START_TIMEOUT_S)
+        wait_for("the router uses it", lambda: all_ready(stack), START_TIMEOUT_S)
+        assert answer(stack) == expected
+        assert decode_worker(stack) != front
+        stack.settle()
     family = descendants(stack.process.popen.pid)
     checkers = {pid for pid in family if b"grammar_child" in command(pid)}
     assert len(family - checkers) == 5  # two workers with an engine each, and the router
-    assert "a worker went away, starting it again worker=decode-1" in stack.process.log.read_text()
+    assert count(stack, "a worker went away, starting it again worker=decode-1") == 2
     assert stack.stop() == 0
     assert alive(family) == set()
 
@@ -80,7 +86,7 @@ def test_a_worker_that_dies_too_often_ends_its_stack(start: list[Stack], tmp_pat
     start.append(stack)
     first = decode_worker(stack)
     os.kill(first, signal.SIGKILL)
-    wait_for("the next has begun", lambda: BACK in stack.process.log.read_text(), START_TIMEOUT_S)
+    wait_for("the next has begun", lambda: count(stack, BACK) == 1, START_TIMEOUT_S)
     family = descendants(stack.process.popen.pid)
     os.kill(decode_worker(stack), signal.SIGKILL)
     assert stack.process.popen.wait(60) == 1
