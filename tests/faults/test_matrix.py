@@ -68,12 +68,8 @@ QUICK = {
     Cell(Process.DECODE_FRONT, Moment.AFTER_FIRST_TOKEN, Fault.CUT),
     Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
 }
-# Likewise of workers whose model two processes compute.
-QUICK_WITH_RANKS = {
-    Cell(Process.PREFILL_RANK, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
-    Cell(Process.DECODE_RANK, Moment.MID_DECODE, Fault.SIGKILL),
-}
 # Likewise with `--queue-policy slo` and roles that move, which takes another fleet: whoever is killed is in mid-shift.
+# (Ranks would take a third one: tests/integration/test_ranks.py kills some.)
 QUICK_IN_MID_SHIFT = {
     Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
     Cell(Process.DECODE_FRONT, Moment.MID_DECODE, Fault.SIGKILL),
@@ -165,7 +161,7 @@ def _matters_to_server(cell: Cell) -> bool:
 
 def _param(case: Case) -> object:
     is_usual = case == Case(case.cell, "shared_storage")
-    is_quick = (is_usual and case.cell in QUICK | QUICK_WITH_RANKS) or case.role_shifts != ROLE_SHIFTS
+    is_quick = (is_usual and case.cell in QUICK) or case.role_shifts != ROLE_SHIFTS
     return pytest.param(case, id=f"{case.connector}-{case}", marks=() if is_quick else pytest.mark.faults)
 
 

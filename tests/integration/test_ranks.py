@@ -7,17 +7,20 @@ import os
 import random
 import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from baton.client.sync_client import Answer
 from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 from tests.integration.ask import Salt, ask, check
-from tests.integration.prompts import BY_NAME
+from tests.integration.prompts import BY_NAME, Case
 from tests.integration.reference import Expected
-from tests.integration.stack import Fleet, ranks_of, running, wait_for
+from tests.integration.stack import CALL_TIMEOUT_S, Fleet, Member, ranks_of, running, wait_for
+from tests.integration.test_killed_workers import num_files
 from tests.integration.test_quantized_models import greedy
 from tests.nixl import needs_nixl
 from tests.router.tiny_tokenizer import endless_tokenizer_files
@@ -96,24 +99,50 @@ def test_unlike_pairs(
 def test_a_rank_that_is_killed_ends_its_worker_and_the_answer_goes_on(
     expected: Answers, salt: Salt, model_dir: object, tmp_path: Path
 ) -> None:
-    case = BY_NAME["story"]
+    """A decode worker's in mid-stream, and a prefill worker's between chunks."""
+    story, ledger = BY_NAME["story"], BY_NAME["ledger-1200"]
     fleet = RankedFleet(tmp_path, "shared_storage", (NUM_RANKS, NUM_RANKS, NUM_RANKS))
-    with running(fleet):
-        with fleet.client() as client:
-            answer = client.generate(
-                expected[case.name].prompt_token_ids, temperature=0.0, max_tokens=case.max_tokens, cache_salt=salt()
-            )
-            next(iter(answer))
-            victim = fleet.busy("decode")
-            first, second = ranks_of(victim.process.popen.pid)
-            os.kill(first, signal.SIGKILL)
-            result = answer.result()
-        check({case.name: result}, expected)
+    with running(fleet), fleet.client() as client, ThreadPoolExecutor(1) as pool:
+
+        def ask_for(case: Case) -> Answer:
+            prompt = expected[case.name].prompt_token_ids
+            return client.generate(prompt, temperature=0.0, max_tokens=case.max_tokens, cache_salt=salt())
+
+        answer = ask_for(story)
+        next(iter(answer))
+        decode = fleet.busy("decode")
+        killed = kill_a_rank(decode)
+        result = answer.result()
+        check({story.name: result}, expected)
         assert result.report.num_migrations == 1
-        assert victim.process.popen.wait(60) == 1
-        assert f"(process {first}) has ended" in victim.process.tail(40)
-        wait_for("its other rank has ended", lambda: not Path(f"/proc/{second}").exists())
-        fleet.replace(victim)
+        see_it_end(decode, *killed)
+        fleet.replace(decode)
+
+        num_before = num_files(fleet)
+        future = pool.submit(ask_for(ledger).result)
+        wait_for("the first blocks are handed over", lambda: num_files(fleet) > num_before + 3, CALL_TIMEOUT_S)
+        prefill = fleet.busy("prefill")
+        killed = kill_a_rank(prefill)
+        result = future.result()
+        check({ledger.name: result}, expected)
+        assert prefill.address in result.report.fallback_reason
+        assert 0 < result.report.num_blocks_moved < 1200 // 16
+        assert result.report.num_migrations == 0
+        see_it_end(prefill, *killed)
+        fleet.replace(prefill)
+
+
+def kill_a_rank(worker: Member) -> tuple[int, int]:
+    """Kills the first rank beside the engine. Returns its pid, and the other one's."""
+    first, second = ranks_of(worker.process.popen.pid)
+    os.kill(first, signal.SIGKILL)
+    return first, second
+
+
+def see_it_end(worker: Member, killed: int, other: int) -> None:
+    assert worker.process.popen.wait(60) == 1
+    assert f"(process {killed}) has ended" in worker.process.tail(40)
+    wait_for("its other rank has ended", lambda: not Path(f"/proc/{other}").exists())
 
 
 @pytest.mark.parametrize("dealt", ["experts", "requests"])
