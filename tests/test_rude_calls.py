@@ -62,7 +62,7 @@ def failing() -> Iterator[str]:
 
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)
-        handlers = {"b": grpc.unary_unary_rpc_method_handler(fail)}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"b": grpc.unary_unary_rpc_method_handler(fail)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 
 import grpc
@@ -17,6 +17,7 @@ from common.grpc.health import SERVING, Health
 from common.grpc.options import MAX_MESSAGE_BYTES, MAX_PENDING_CALLS, client_server_options, worker_server_options
 from common.grpc.server import UNKNOWN, make_server
 
+Handler = grpc.RpcMethodHandler[object, object]
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 NAMES = [b"/a\xdb/b", b"\xff", b"", b"/", b"/grpc.health.v1.Health/\xc3", b"/grpc.health.v1.Health/Nothing"]
 
@@ -27,7 +28,11 @@ class Watcher(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    async def intercept_service(self, continuation, handler_call_details):
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
         self.seen.append(handler_call_details.method)
         return await continuation(handler_call_details)
 

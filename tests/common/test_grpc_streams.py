@@ -186,6 +186,9 @@ class FakeCall:
     def done(self) -> bool:
         return self._is_cancelled
 
+    async def code(self) -> object:
+        raise AssertionError("nobody asks")
+
     def add_done_callback(self, callback: object) -> None:
         raise AssertionError("the call has ended")
 

@@ -162,7 +162,7 @@ def test_schemas_of_any_depth_are_refused_by_a_reason(kind: str, step: int) -> N
         if kind == "structural_tag":
             text = '{"format":{"type":"json_schema","json_schema":' + text + "}}"
         with pytest.raises(ValueError, match=r"recurs|nested"):
-            check_grammar(Guided(**{kind: text}))
+            check_grammar(Guided(structural_tag=text) if kind == "structural_tag" else Guided(json_schema=text))
 
 
 def test_schemas_that_are_true_or_false() -> None:

@@ -16,8 +16,8 @@ def make() -> tuple[Counter, Counter, Gauge, CollectorRegistry]:
 
 
 def test_what_one_process_counts_another_shows() -> None:
-    (evicted, failed, size, _), (*others, registry) = make(), make()
-    here, there = MetricRelay([evicted, failed, size]), MetricRelay(others)
+    (evicted, failed, size, _), (one, two, three, registry) = make(), make()
+    here, there = MetricRelay([evicted, failed, size]), MetricRelay([one, two, three])
     assert here.changes() == []
     evicted.inc(3)
     failed.labels("read", "full").inc()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 
 import pytest
 from prometheus_client import REGISTRY
@@ -49,7 +50,10 @@ async def is_let_down() -> None:
     ],
 )
 async def test_a_vital_task_that_ends_is_logged_and_ends_the_process(
-    work, failure: type[BatonError], words: str, caplog: pytest.LogCaptureFixture
+    work: Callable[[], Coroutine[None, None, None]],
+    failure: type[BatonError],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[BatonError] = []
     tasks = VitalTasks(seen.append)

@@ -117,7 +117,7 @@ def test_users_come_back_with_the_conversation_so_far() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- traces
 
-MOONCAKE = [
+MOONCAKE: list[dict[str, object]] = [
     {"timestamp": 3000, "input_length": 700, "output_length": 20, "hash_ids": [0, 5]},
     {"timestamp": 1000, "input_length": 513, "output_length": 0, "hash_ids": [0, 4]},
     {"timestamp": 4500, "input_length": 8, "output_length": 2},

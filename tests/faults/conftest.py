@@ -134,8 +134,8 @@ class Stages:
         if stage is None or stage.kind != kind:
             self.close()
             opened = _opened(kind, self._reference, self._new_folder(kind.connector))
-            self.stage = self._open.enter_context(opened)
-        return self.stage
+            self.stage = stage = self._open.enter_context(opened)
+        return stage
 
     def close(self) -> None:
         self.stage = None
@@ -154,7 +154,7 @@ def stages(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
 def _opened(kind: Kind, reference: Reference, folder: Path) -> Iterator[Stage]:
     connector, queue_policy = kind.connector, kind.queue_policy
     skip_without_nixl(connector)
-    numbers = {"prefill": 0, "decode": 0, "both": 4} if kind.role_shifts else {"prefill": 2, "decode": 2}
+    num_of_one, num_both = (0, 4) if kind.role_shifts else (2, 0)
     with contextlib.ExitStack() as stack:
         disk = Disk(folder / "kv")
         stack.callback(disk.close)
@@ -162,7 +162,11 @@ def _opened(kind: Kind, reference: Reference, folder: Path) -> Iterator[Stage]:
         if server is not None:
             stack.callback(server.close)
         why = networks.why_not(folder) if server is None else ONE_HOST.why
-        hosts = [*router_names(NUM_ROUTERS), *worker_names(**numbers), "client"]
+        hosts = [
+            *router_names(NUM_ROUTERS),
+            *worker_names(prefill=num_of_one, decode=num_of_one, both=num_both),
+            "client",
+        ]
         network = None if why else Network(folder, hosts)
         if network is not None:
             stack.callback(network.close)
@@ -180,7 +184,16 @@ def _opened(kind: Kind, reference: Reference, folder: Path) -> Iterator[Stage]:
             flags += SHIFT_FLAGS
         if server is not None:
             flags.append(f"--lmcache-address={server.address}")
-        fleet = Fleet(folder, *flags, **numbers, routers=NUM_ROUTERS, hosts=network, environ=environ)
+        fleet = Fleet(
+            folder,
+            *flags,
+            prefill=num_of_one,
+            decode=num_of_one,
+            both=num_both,
+            routers=NUM_ROUTERS,
+            hosts=network,
+            environ=environ,
+        )
         stack.callback(fleet.stop)
         hasty = fleet.another_router("hasty", f"--request-timeout={HASTY_TIMEOUT_S}")
         shifts = Shifts(fleet) if kind.role_shifts else None

@@ -18,6 +18,7 @@ LMCACHE: dict[str, object] = {
 
 
 def sidecar(objects: list[Object], role: str = "decode") -> Object:
+    found: Object
     (found,) = pod_spec(objects, f"demo-baton-{role}")["initContainers"]
     assert found["name"] == "lmcache"
     return found

@@ -65,13 +65,13 @@ class Kind:
 
 
 def _of_schema(answer: str) -> bool:
-    jsonschema.validate(json.loads(answer), SCHEMA, jsonschema.Draft202012Validator)  # type: ignore[arg-type]
+    jsonschema.validate(json.loads(answer), SCHEMA, jsonschema.Draft202012Validator)
     return True
 
 
 def _of_tag(answer: str) -> bool:
     call, _, rest = answer.removeprefix(FIRST).partition(BETWEEN)
-    jsonschema.validate(json.loads(call), CALL, jsonschema.Draft202012Validator)  # type: ignore[arg-type]
+    jsonschema.validate(json.loads(call), CALL, jsonschema.Draft202012Validator)
     found = re.fullmatch(r"(?:[a-z]{3,6} ){9}[a-z]{3}\.\n<f><g>[0-9]{9,12}</g>", rest)
     return answer.startswith(FIRST) and found is not None
 

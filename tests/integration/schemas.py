@@ -42,8 +42,12 @@ def schemas() -> list[Schema]:
 
 
 def _scalars() -> Iterator[Schema]:
-    yield from (AGE, FLAG, WORD, {"type": "null"}, {"const": "fixed"}, {"const": {"a": [1, None]}})
-    yield from ({"enum": ["red", "green", "blue"]}, {"enum": [1, "two", None, False, {"three": 3}]})
+    yield from (AGE, FLAG, WORD)
+    yield {"type": "null"}
+    for constant in ("fixed", {"a": [1, None]}):
+        yield {"const": constant}
+    yield {"enum": ["red", "green", "blue"]}
+    yield {"enum": [1, "two", None, False, {"three": 3}]}
     yield {"type": "integer", "exclusiveMinimum": -5, "exclusiveMaximum": 5, "multipleOf": 2}
     yield {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.25}
     for pattern in (

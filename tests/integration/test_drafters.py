@@ -99,7 +99,7 @@ def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, sa
     with place.fleet.client() as client:
         for prompt, wanted in zip(PROMPTS, place.wanted, strict=True):
             guessed, plain = (
-                client.generate(prompt, speculate=speculate, cache_salt=salt(), **options).result()
+                client.generate(prompt, cache_salt=salt(), **(options | {"speculate": speculate})).result()
                 for speculate in (True, False)
             )
             assert guessed.token_ids == plain.token_ids
@@ -120,7 +120,8 @@ def test_drawn_answers_are_the_same_side_by_side(place: Place, salt: Salt) -> No
     with place.fleet.client() as client:
 
         def ask(speculate: bool) -> Answer:
-            return client.generate(PROMPTS[0], speculate=speculate, n=2, seed=11, cache_salt=salt(), **options)
+            asked = options | {"speculate": speculate, "seed": 11}
+            return client.generate(PROMPTS[0], n=2, cache_salt=salt(), **asked)
 
         # Two in a step draft from the start. Of four none may: whether they do depends on which ends first.
         guessed = ask(True).results()

@@ -51,7 +51,7 @@ def undisturbed(model: Path) -> Texts:
     found = {}
     with LLM(str(model), dtype="float32", num_threads=1, num_blocks=256) as llm:
         for name, kind in KINDS.items():
-            params = SamplingParams(guided=kind.guided, **kind.options)
+            params = SamplingParams(**(kind.options | {"guided": kind.guided}))
             (output,) = llm.generate([kind.prompt], params, use_tqdm=False)
             answer = output.outputs[0]
             assert (answer.finish_reason, bool(kind.is_valid(answer.text))) == ("stop", True), name
@@ -96,7 +96,7 @@ class Asked:
         kind = KINDS[name]
         try:
             answer = self._client.generate(
-                kind.prompt, guided=kind.guided, cache_salt=salt, request_id=self.ids[index], **kind.options
+                kind.prompt, cache_salt=salt, request_id=self.ids[index], **(kind.options | {"guided": kind.guided})
             )
             for chunk in answer:
                 self._count(index, len(chunk.token_ids))

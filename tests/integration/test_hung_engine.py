@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
 from tests.integration.stack import START_TIMEOUT_S, Fleet, alive, descendants, engines, kill, running, wait_for
@@ -55,7 +56,7 @@ def test_a_prefill_engine_that_hangs(fleet: Fleet, salt: Salt) -> None:
     (engine,) = engines(victim.process.popen.pid)
     os.kill(engine, signal.SIGSTOP)
     with fleet.client() as client:
-        options = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+        options: SamplingOptions = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
         prompt = random_prompt(random.Random(3), 700)
         result = client.generate(prompt, cache_salt=salt(), **options).result()
         assert victim.process.popen.wait(START_TIMEOUT_S) == 1

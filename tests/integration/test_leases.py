@@ -27,6 +27,7 @@ from tests.integration.ask import Salt
 from tests.integration.stack import CALL_TIMEOUT_S, Fleet, running, wait_for
 from tests.integration.tiny import tiny_fleet
 from worker.drain import drain
+from worker.lease import lease_grace_s
 from worker.shell import Worker
 
 pytestmark = pytest.mark.timeout(600)
@@ -199,7 +200,7 @@ async def test_a_kept_lease_ends_by_itself(tiny_dir: Path, tmp_path: Path, monke
 def test_the_grace_covers_whoever_may_still_read() -> None:
     """Both who notices late, and who notices nothing but gives each read up in time."""
     for transfer_timeout_s in (0.1, 10.0, 60.0):
-        grace_s = prefill_service.lease_grace_s(WorkerSettings(transfer_timeout_s=transfer_timeout_s))
+        grace_s = lease_grace_s(WorkerSettings(transfer_timeout_s=transfer_timeout_s))
         assert grace_s > max(LOSS_NOTICED_S, transfer_timeout_s)
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,7 @@ def test_a_server_that_is_killed_comes_back(tmp_path: Path) -> None:
             worker, _ = process_with(stack, name)
             os.kill(worker, signal.SIGKILL)
         for name in ("prefill-1", "decode-1"):
-            wait_for("it is back", lambda name=name: has_logged(f"a worker is back worker={name}"), START_TIMEOUT_S)
+            wait_for("it is back", partial(has_logged, f"a worker is back worker={name}"), START_TIMEOUT_S)
         stack.settle()
         found = [ask_tiny(salt) for salt in SALTS]
     assert {result.token_ids for result in (*asked, *found)} == {wanted}

@@ -66,10 +66,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     write_tiny_model(folder / "model")
     (folder / "limits.yaml").write_text("default: {streams: 64}\n")
     flags = (f"--model={folder / 'model'}", "--speculation=ngram", "--kv-dir-size-gb=1", "--metrics-aliases=vllm")
-    router = ("--max-running=4", "--max-queued=4", "--policy=prefix_aware", "--metrics-aliases=vllm")
+    limited = ("--max-running=4", "--max-queued=4", "--policy=prefix_aware", "--metrics-aliases=vllm")
     with collecting() as collector:
         traced = f"--trace-endpoint={collector.grpc_url}"
-        router = (*router, f"--limits-file={folder / 'limits.yaml'}", "--trace-sample=0", traced)
+        router = (*limited, f"--limits-file={folder / 'limits.yaml'}", "--trace-sample=0", traced)
         one = Fleet(folder, *flags, traced, prefill=1, decode=1, router_flags=router)
         with running(one):
             yield one

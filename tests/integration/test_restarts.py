@@ -43,6 +43,15 @@ def count(stack: Stack, words: str) -> int:
     return stack.process.log.read_text().count(words)
 
 
+def wait_for_end(pids: set[int]) -> None:
+    wait_for("the worker has ended", lambda: not alive(pids), CALL_TIMEOUT_S)
+
+
+def wait_for_return(stack: Stack, number: int) -> None:
+    """Until a decode worker has come back so many times."""
+    wait_for("the worker is back", lambda: count(stack, BACK) == number, START_TIMEOUT_S)
+
+
 def decode_worker(stack: Stack) -> int:
     """Pid of its front."""
     children = descendants(stack.process.popen.pid)
@@ -67,8 +76,8 @@ def test_a_decode_worker_that_is_killed_comes_back(start: list[Stack], tmp_path:
         front = decode_worker(stack)
         (engine,) = engines(front)
         os.kill(front if part == "front" else engine, signal.SIGKILL)
-        wait_for("the worker has ended", lambda pids={front, engine}: not alive(pids), CALL_TIMEOUT_S)
-        wait_for("the worker is back", lambda n=number: count(stack, BACK) == n, START_TIMEOUT_S)
+        wait_for_end({front, engine})
+        wait_for_return(stack, number)
         wait_for("the router uses it", lambda: all_ready(stack), START_TIMEOUT_S)
         assert answer(stack) == expected
         assert decode_worker(stack) != front
@@ -86,7 +95,7 @@ def test_a_worker_that_dies_too_often_ends_its_stack(start: list[Stack], tmp_pat
     start.append(stack)
     first = decode_worker(stack)
     os.kill(first, signal.SIGKILL)
-    wait_for("the next has begun", lambda: count(stack, BACK) == 1, START_TIMEOUT_S)
+    wait_for_return(stack, 1)
     family = descendants(stack.process.popen.pid)
     os.kill(decode_worker(stack), signal.SIGKILL)
     assert stack.process.popen.wait(60) == 1

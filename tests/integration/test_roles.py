@@ -60,7 +60,7 @@ def take(fleet: Fleet, *roles: WorkerRole) -> None:
 
 def ask(fleet: Fleet, case: Case, salt: str, request_id: str = "") -> Result:
     with fleet.client() as client:
-        return client.generate(case.prompt, cache_salt=salt, request_id=request_id or None, **case.options).result()
+        return client.generate(case.prompt, cache_salt=salt, request_id=request_id, **case.options).result()
 
 
 def test_requests_outlive_shifts(fleet: Fleet, cases: list[Case], salt: Salt) -> None:

@@ -37,7 +37,9 @@ def test_no_answer_changes(stack: Stack, salt: Salt, options: SamplingOptions) -
     prompt = LIST * 2
     with stack.client() as client:
         results = [
-            client.generate(prompt, max_tokens=60, speculate=speculate, cache_salt=salt(), **options).result()
+            client.generate(
+                prompt, cache_salt=salt(), **(options | {"max_tokens": 60, "speculate": speculate})
+            ).result()
             for speculate in (True, False)
         ]
     guessed, plain = results
@@ -84,7 +86,7 @@ def test_a_seeded_answer_is_the_same_alone_in_a_batch_and_migrated(tmp_path: Pat
     routing = ("--min-remote-tokens=1",)
     fleet = Fleet(tmp_path, "--speculation=ngram", prefill=1, decode=2, router_flags=routing)
     with running(fleet), fleet.client() as client:
-        plain = client.generate(LIST * 2, speculate=False, cache_salt=salt(), **options).result()
+        plain = client.generate(LIST * 2, cache_salt=salt(), **(options | {"speculate": False})).result()
         alone = client.generate(LIST * 2, cache_salt=salt(), **options).result()
         batch = client.generate(LIST * 2, n=8, cache_salt=salt(), **options).results()
         answer = client.generate(LIST * 2, cache_salt=salt(), **options)

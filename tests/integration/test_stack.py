@@ -62,11 +62,12 @@ def test_what_ends_a_client_is_raised() -> None:
 
 def test_a_load_without_clients_waits_for_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     num_asked = 0
+    answers: dict[str, str] = {}
 
     def ask_rest(port: int, question: str, max_tokens: int) -> str:
         nonlocal num_asked
         num_asked += 1
-        return "" if num_asked <= len(load.QUESTIONS) else {}[question]
+        return "" if num_asked <= len(load.QUESTIONS) else answers[question]
 
     monkeypatch.setattr(load, "ask_rest", ask_rest)
     with pytest.raises(ExceptionGroup, match="clients ended"), Load(1, 1, interfaces=("rest",)) as clients:

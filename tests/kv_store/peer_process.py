@@ -20,7 +20,8 @@ import msgspec
 
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
 from kv_store.nixl.connector import NixlConnector
-from tests.kv_store.conformance import SPEC, Worker, name_of
+from tests.kv_store.blocks import SPEC, name_of
+from tests.kv_store.conformance import Worker
 
 BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
 

@@ -19,16 +19,8 @@ from kv_store.lmcache import marks as lmcache_marks
 from kv_store.lmcache.client import LMCacheClient
 from kv_store.lmcache.connector import LMCacheConnector
 from kv_store.lmcache.groups import Bytes, Chunk, Group, GroupLayout
-from tests.kv_store.conformance import (
-    PATIENCE_S,
-    SPEC,
-    ConnectorConformance,
-    Create,
-    RankedWorker,
-    Worker,
-    name_of,
-    wait_until,
-)
+from tests.kv_store.blocks import PATIENCE_S, SPEC, name_of
+from tests.kv_store.conformance import ConnectorConformance, Create, RankedWorker, Worker, wait_until
 from tests.kv_store.lmcache_process import LMCacheProcess, free_ports
 
 Ranked = Callable[[str, int, int], RankedWorker]

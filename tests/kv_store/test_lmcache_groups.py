@@ -9,7 +9,7 @@ import pytest
 
 from kv_store.base import LocalBlock
 from kv_store.lmcache.groups import Group, GroupLayout, find_group, group_sizes, split_into_groups
-from tests.kv_store.conformance import SPEC, name_of
+from tests.kv_store.blocks import SPEC, name_of
 
 SIZES = [1, 2, 4, 8, 16]
 
@@ -67,10 +67,10 @@ def test_hashes_alone_find_every_block_of_any_writer() -> None:
         for index in hashes:
             found = find_group(index, hashes, SIZES, stored.__contains__)
             assert found is not None
-            group, indexes = found
-            assert group in stored
+            known, indexes = found
+            assert known in stored
             assert index in indexes
-            assert group == Group(len(indexes), name_of(indexes[-1]))
+            assert known == Group(len(indexes), name_of(indexes[-1]))
 
 
 def test_a_group_whose_last_hash_is_unknown_is_not_found() -> None:
@@ -102,7 +102,7 @@ class TestGroupLayout:
     def layout(self) -> GroupLayout:
         return GroupLayout(SPEC)
 
-    def written(self, layout: GroupLayout, *hashes: bytes) -> tuple[np.ndarray, list[bytes]]:  # type: ignore[type-arg]
+    def written(self, layout: GroupLayout, *hashes: bytes) -> tuple[np.ndarray, list[bytes]]:
         slot = np.full(layout.group_bytes(len(hashes)), 0xEE, np.uint8)
         data = [random.Random(number).randbytes(layout.block_bytes) for number in range(len(hashes))]
         layout.write(slot, hashes, [memoryview(block) for block in data])

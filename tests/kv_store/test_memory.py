@@ -8,7 +8,8 @@ import pytest
 from common.errors import TransferError
 from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, LocalBlock
 from kv_store.memory import MemoryConnector
-from tests.kv_store.conformance import ConnectorConformance, Create, Worker, name_of
+from tests.kv_store.blocks import name_of
+from tests.kv_store.conformance import ConnectorConformance, Create, Worker
 
 
 class TestMemory(ConnectorConformance):

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -20,16 +21,8 @@ from kv_store.nixl.connector import NixlConnector
 from kv_store.nixl.fetch import PEER_KEEP_S, Fetcher
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
-from tests.kv_store.conformance import (
-    PATIENCE_S,
-    SPEC,
-    ConnectorConformance,
-    Create,
-    Worker,
-    name_of,
-    random_cache,
-    wait_until,
-)
+from tests.kv_store.blocks import PATIENCE_S, SPEC, name_of
+from tests.kv_store.conformance import ConnectorConformance, Create, Worker, random_cache, wait_until
 from tests.kv_store.peer_process import BIG_SPEC, RELAY_SEED, PeerProcess, Published, make_worker
 from tests.nixl import needs_nixl
 from worker.shell import worker_id
@@ -342,6 +335,11 @@ def fetcher_of(consumer: Worker) -> Fetcher:
     return consumer.connector._fetcher
 
 
+def has_looked(fetcher: Fetcher, before: float) -> bool:
+    """Whether it has looked for peers to forget since `_forget_at` was `before`."""
+    return fetcher._forget_at != before
+
+
 def agent_of(peer: bytes) -> str:
     agent: str = msgspec.msgpack.decode(decode_peer(peer).transports[0])["agent"]
     return agent
@@ -431,8 +429,7 @@ def test_a_former_life_is_disconnected_after_its_last_read(
     wait_until_connected(consumer, {agent_of(old.peer), agent_of(new.peer)})
     fetcher = fetcher_of(consumer)
     for _ in range(2):  # the look that is under way may have begun before the new life was added
-        last = fetcher._forget_at
-        wait_until(lambda last=last: fetcher._forget_at != last)
+        wait_until(partial(has_looked, fetcher, fetcher._forget_at))
     wait_until_connected(consumer, {agent_of(old.peer), agent_of(new.peer)})
     assert consumer.is_due(stuck)
     before.process.send_signal(signal.SIGCONT)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kv_store.overdue import OverdueWatch
-from tests.kv_store.conformance import PATIENCE_S, wait_until
+from tests.kv_store.blocks import PATIENCE_S
+from tests.kv_store.conformance import wait_until
 
 FAR = PATIENCE_S * 10
 

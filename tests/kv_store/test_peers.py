@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -59,7 +60,7 @@ def test_no_ranks_and_garbage() -> None:
         ("dtype", "float16"),
     ],
 )
-def test_every_difference_is_named(field: str, value: object) -> None:
+def test_every_difference_is_named(field: str, value: Any) -> None:
     spec = shard_of(replace(WIDE_SPEC, **{field: value}), 2, 0)
     with pytest.raises(IncompatibleError, match=rf"{field} {value!r} \(here {getattr(WIDE_SPEC, field)!r}\)$"):
         check_compatible("c", WIDE_SPEC, decode_peer(rank_of(2, 0, spec=spec)))

@@ -124,6 +124,7 @@ class Scripted(NoStore):
 
     def __init__(self) -> None:
         self.given: list[TransferResult] = []
+        self.eviction = Eviction(None)
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
         pass
@@ -136,7 +137,7 @@ class Scripted(NoStore):
         return given
 
     def evict(self, block_hashes: Sequence[bytes]) -> Eviction:
-        return Eviction(None)
+        return self.eviction
 
 
 def registered(specs: Sequence[KVCacheSpec]) -> tuple[list[Scripted], KVConnector]:
@@ -189,14 +190,14 @@ def test_an_eviction_is_answered_when_all_ranks_have() -> None:
     ranks, joined = fetching(2)
     pending = [Eviction(), Eviction()]
     for rank, one in zip(ranks, pending, strict=True):
-        rank.evict = lambda _hashes, one=one: one  # type: ignore[method-assign]
+        rank.eviction = one
     eviction = joined.evict([name_of(0)])
     assert eviction.num_blocks is None
     pending[0].num_blocks = 2
     assert eviction.num_blocks is None
     pending[1].failure = "rank 1's disk"
     pending[1].num_blocks = 1
-    assert (eviction.num_blocks, eviction.failure) == (2, "rank 1's disk")
+    assert eviction == Eviction(2, "rank 1's disk")
 
 
 def test_of_ranks_with_the_same_heads_one_publishes_and_all_fetch(tmp_path: Path, made: list[Worker]) -> None:

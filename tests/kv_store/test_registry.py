@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 
@@ -34,7 +34,7 @@ class PostalConnector(MemoryConnector):
 def settings_class(monkeypatch: pytest.MonkeyPatch) -> type[WorkerSettings]:
     entry = registry._Entry(f"{__name__}:PostalConnector", "by post", PostalSettings)
     monkeypatch.setitem(registry._CONNECTORS, "postal", entry)
-    monkeypatch.setitem(GROUPS, PostalSettings, "KV blocks")
+    monkeypatch.setitem(cast("dict[object, str]", GROUPS), PostalSettings, "KV blocks")
     return with_connectors(WorkerSettings)
 
 

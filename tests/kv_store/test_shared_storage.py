@@ -23,17 +23,8 @@ from kv_store.shared_storage.block_files import STALE_TEMP_S
 from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.run_file import HEADER_BYTES
 from kv_store.shared_storage.sharded_files import ShardedFiles
-from tests.kv_store.conformance import (
-    PATIENCE_S,
-    SPEC,
-    WIDE_SPEC,
-    ConnectorConformance,
-    Create,
-    RankedWorker,
-    Worker,
-    name_of,
-    wait_until,
-)
+from tests.kv_store.blocks import PATIENCE_S, SPEC, name_of
+from tests.kv_store.conformance import WIDE_SPEC, ConnectorConformance, Create, RankedWorker, Worker, wait_until
 from tests.kv_store.stored import files_of, flip, hanging, hanging_writes, path_of, runs_of
 
 
@@ -69,7 +60,8 @@ def impatient(kv_dir: Path) -> Worker:
 
 
 def count_failed(kind: str) -> float:
-    return metrics.kv_store_failed_blocks.labels(kind)._value.get()
+    count: float = metrics.kv_store_failed_blocks.labels(kind)._value.get()
+    return count
 
 
 def answer(lookup: Lookup) -> tuple[int | None, bool]:
@@ -114,7 +106,12 @@ class TestSharedStorage(ConnectorConformance):
         self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = workers("w")
-        monkeypatch.setattr(ShardedFiles, "contains", lambda *_: time.sleep(0.5) is None)
+
+        def contains(*_: object) -> bool:
+            time.sleep(0.5)
+            return True
+
+        monkeypatch.setattr(ShardedFiles, "contains", contains)
         num_found, is_certain = answer(worker.connector.start_lookup([name_of(number) for number in range(10)]))
         assert num_found in (1, 2, 3, 4)
         assert not is_certain

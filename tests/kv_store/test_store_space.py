@@ -21,7 +21,8 @@ from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.file_clock import FileClock
 from kv_store.shared_storage.space import SHARE, StoreSpace
 from tests.faults.disk import Disk, FreezingDisk, fill, fill_inodes
-from tests.kv_store.conformance import PATIENCE_S, Worker, name_of
+from tests.kv_store.blocks import PATIENCE_S, name_of
+from tests.kv_store.conformance import Worker
 from tests.kv_store.stored import flip, runs_of
 
 REPOSITORY = Path(__file__).parents[2]

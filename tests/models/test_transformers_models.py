@@ -217,9 +217,10 @@ def make_mxfp4(path: Path) -> Path:
 
 
 def widened(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
     )
+    return model
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -534,7 +535,8 @@ def test_a_tensor_that_is_written_to_between_two_layers_is_not_the_same_for_both
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q = self.q(x)
             x.mul_(0.5)
-            return q + self.k(x) + self.v(x)
+            added: torch.Tensor = q + self.k(x) + self.v(x)
+            return added
 
     parent, calls = Parent(), Calls()
     hook = register_module_forward_pre_hook(calls.note)

@@ -113,7 +113,7 @@ class CountingGroup:
         return self.group.all_gather(values)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Nobody:
     """A place among ranks that are not there, for what asks nothing of them."""
 
