@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ from prefill_service import servicer as prefill_servicer
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.integration.stack import descendants
 from tests.support.fake_engine import SPEC, Script
-from worker.server import serve
+from tests.support.fake_prefill_worker import FakePrefillWorker
+from worker.server import AddService, serve
 
 PATIENCE_S = 60.0
 
@@ -41,15 +42,15 @@ class Front:
         self.channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
 
     @property
-    def decode(self) -> decode_pb2_grpc.DecodeServiceStub:
+    def decode(self) -> decode_pb2_grpc.DecodeServiceAsyncStub:
         return decode_pb2_grpc.DecodeServiceStub(self.channel)
 
     @property
-    def prefill(self) -> prefill_pb2_grpc.PrefillServiceStub:
+    def prefill(self) -> prefill_pb2_grpc.PrefillServiceAsyncStub:
         return prefill_pb2_grpc.PrefillServiceStub(self.channel)
 
     @property
-    def worker(self) -> worker_pb2_grpc.WorkerServiceStub:
+    def worker(self) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self.channel)
 
     def commands(self) -> list[dict[str, Any]]:
@@ -90,7 +91,7 @@ async def until(is_true: Callable[[], Any], what: str) -> None:
 async def front(role: WorkerRole, folder: Path, **settings: Any) -> AsyncIterator[Front]:
     """A worker that serves. It is ended afterwards, if the test has not done that."""
     folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
-    services = {
+    services: list[AddService] = {
         WorkerRole.PREFILL: [prefill_servicer.add_service],
         WorkerRole.DECODE: [decode_servicer.add_service],
         WorkerRole.BOTH: [prefill_servicer.add_service, decode_servicer.add_service],
@@ -119,7 +120,7 @@ def descendants_of_this() -> set[int]:
 
 
 def request_of(
-    prompt: list[int], prefill: list[Front] | None = None, script: Script | None = None, **fields: Any
+    prompt: list[int], prefill: Sequence[Front | FakePrefillWorker] = (), script: Script | None = None, **fields: Any
 ) -> decode_pb2.DecodeRequest:
     """As a router asks a decode worker."""
     max_tokens = fields.pop("max_tokens", 5)
@@ -129,7 +130,7 @@ def request_of(
         prompt_token_ids=prompt,
         sampling_params=types_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0),
         cache_salt=script.salt() if script else "",
-        prefill_addresses=[one.address for one in prefill or []],
+        prefill_addresses=[one.address for one in prefill],
         **fields,
     )
 

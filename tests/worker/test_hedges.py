@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +40,17 @@ def gives_all(worker: FakePrefillWorker) -> None:
 def hedged(
     *workers: FakePrefillWorker | Front, script: Script | None = None, late_s: float = LATE_S, **fields: object
 ) -> decode_pb2.DecodeRequest:
-    return request_of(PROMPT, list(workers), script, hedge_after_s=late_s, **fields)
+    return request_of(PROMPT, workers, script, hedge_after_s=late_s, **fields)
 
 
 def hedges(outcome: str) -> float:
-    return metrics.worker_hedges.labels(outcome)._value.get()
+    count: float = metrics.worker_hedges.labels(outcome)._value.get()
+    return count
+
+
+async def late_enough(other: FakePrefillWorker, num_refused: float) -> None:
+    """Until the second one is asked, or may not be."""
+    await until(lambda: other.num_asked or hedges("refused") > num_refused, "it is late")
 
 
 async def test_the_second_one_goes_on_if_the_first_stalls(decode: Front, prefill: Front) -> None:
@@ -148,7 +155,7 @@ async def test_no_more_are_asked_than_the_budget_has(monkeypatch: pytest.MonkeyP
             async with prefill_workers(FakePrefillWorker(), FakePrefillWorker()) as (late, other):
                 num_refused = hedges("refused")
                 call = decode.decode.Decode(hedged(late, other, request_id=f"r{num_hedges}"))
-                await until(lambda other=other, n=num_refused: other.num_asked or hedges("refused") > n, "it is late")
+                await late_enough(other, num_refused)
                 gives_all(late)
                 told = await read(call)
                 assert (told.report.num_hedges, other.num_asked) == (num_hedges, num_hedges)
@@ -191,7 +198,7 @@ async def test_who_asks_first_is_lent_the_blocks(decode: Front) -> None:
         await until(lambda: workers[1].num_asked, "the second one is asked")
         for worker in reversed(workers):
             worker.says(wanted=prefill_pb2.BlocksWanted(first=0, stop=2))
-            await until(lambda worker=worker: worker.heard_of("lent"), "an answer")
+            await until(partial(worker.heard_of, "lent"), "an answer")
         refused, lent = (worker.heard_of("lent")[0].lent for worker in workers)
         assert (list(refused.failed_indexes), len(refused.blocks)) == ([0, 1], 0)
         assert [ref.index for ref in lent.blocks] == [0, 1]

@@ -409,7 +409,7 @@ async def test_a_call_beyond_its_window_waits_for_credit_alone() -> None:
         assert slow.take_tokens([7] * (WINDOW_BYTES // TOKEN_COST))
         assert not slow.take_tokens([7])
         assert other.take_tokens([8])
-        writing = asyncio.create_task(slow.write(decode_pb2.DecodeEvent(offers_handover=True)))  # type: ignore[arg-type]
+        writing = asyncio.create_task(slow.write(decode_pb2.DecodeEvent(offers_handover=True)))
         await until(lambda: router.told.heard(1).events, "one event beyond the window is sent")
         assert not writing.done()
         router.credit(1, 1)
@@ -426,7 +426,7 @@ async def test_large_events_of_one_call_do_not_hold_up_the_tokens_of_others() ->
         router.may_write.clear()
         large, other = calls.callers.values()
         event = decode_pb2.DecodeEvent(tokens=[types_pb2.SampledToken(token_id=1)] * (BATCH_BYTES // 8))
-        writes = [asyncio.create_task(large.write(event)) for _ in range(8)]  # type: ignore[arg-type]
+        writes = [asyncio.create_task(large.write(event)) for _ in range(8)]
         await asyncio.sleep(0)
         assert other.take_tokens([5])
         router.may_write.set()

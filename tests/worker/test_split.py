@@ -6,9 +6,10 @@ import pytest
 
 from common.types import WorkerRole
 from protos.baton.v1 import prefill_pb2, types_pb2, worker_pb2
-from tests.support.fake_engine import BLOCK_SIZE, Script, answer_to
+from tests.support.fake_engine import Script, answer_to
 from tests.support.fake_prefill_worker import ACCEPTED, FakePrefillWorker, prefill_workers
 from tests.worker.fronts import Front, read, request_of
+from tests.worker.words import BLOCK_SIZE
 
 pytestmark = pytest.mark.usefixtures("fake_engines")
 
