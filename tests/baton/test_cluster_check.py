@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.doctor.checks import Level, _cluster, cluster_check
+from baton.doctor import cluster_check
+from baton.doctor.checks import Level, _cluster
 from baton.doctor.cluster_check import INSTALL, ROUTER
 
 pytest.importorskip("kubernetes", reason="the extra `kubernetes` is not installed")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.cli.main import main
 from baton.doctor import checks as doctor
@@ -18,6 +19,7 @@ from baton.doctor.checks import Level, examine
 from baton.doctor.speed import CpuSpeed, measure_cpu
 from baton.doctor.tuning import Candidate, Found, StepMeasurer
 from baton.settings import UP_SETTINGS
+from baton.stack import lmcache_server
 from common.config import EngineSettings
 from common.cpu import read_cpu
 from common.errors import StartupError
@@ -42,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "measure_cpu", lambda *_: CpuSpeed(20.0, 300.0, 200.0, 15.0))
-    monkeypatch.setattr(doctor.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +253,7 @@ def test_a_connector_that_is_not_installed_is_a_problem_if_it_is_used(
     def missing() -> Path:
         raise StartupError("it is not installed")
 
-    monkeypatch.setattr(doctor.lmcache_server, "executable", missing)
+    monkeypatch.setattr(lmcache_server, "executable", missing)
     found = findings(model, connector=connector)["lmcache"]
     assert (found.level, found.advice) == (level, "make lmcache")
 

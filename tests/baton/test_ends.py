@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import LLM, SamplingParams
+from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import write_tiny_model
 from tests.engine.tiny_models import edit_config
 from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files
@@ -27,16 +28,16 @@ def test_both_ends_are_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert vars(record)["ends"] == f"{OTHER_END} of config.json; {eos_id()} of tokenizer_config.json"
     with llm:
         for end in (OTHER_END, eos_id()):
-            asked = {"temperature": 0, "max_tokens": 5, "logit_bias": {end: 100.0}}
+            asked: SamplingOptions = {"temperature": 0, "max_tokens": 5, "logit_bias": {end: 100.0}}
+            further: tuple[SamplingOptions, ...] = ({}, {"min_tokens": 3}, {"ignore_eos": True})
             plain, early, ignoring = (
-                llm.generate(PROMPT, SamplingParams(**asked, **more), use_tqdm=False)[0].outputs[0]
-                for more in ({}, {"min_tokens": 3}, {"ignore_eos": True})
+                llm.generate(PROMPT, SamplingParams(**(asked | more)), use_tqdm=False)[0].outputs[0] for more in further
             )
             assert (plain.token_ids, plain.finish_reason) == ([end], "stop")
             assert end not in early.token_ids[:3]
             assert early.token_ids[3] == end
             assert (ignoring.token_ids, ignoring.finish_reason) == ([end] * 5, "length")
-            guided = SamplingParams(**{**asked, "guided": {"regex": "[0-9]*"}})
+            guided = SamplingParams(**(asked | {"guided": {"regex": "[0-9]*"}}))
             (output,) = llm.generate(PROMPT, guided, use_tqdm=False)
             assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "stop")
 

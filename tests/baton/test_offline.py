@@ -96,9 +96,8 @@ def test_several_answers_have_seeds_that_follow_each_other(llm: LLM) -> None:
 
 
 def test_the_best_are_kept(llm: LLM) -> None:
-    params = {"seed": 5, "max_tokens": 8}
-    (all_of_them,) = llm.generate(PROMPTS[0], SamplingParams(n=4, logprobs=0, **params), use_tqdm=False)
-    (best,) = llm.generate(PROMPTS[0], SamplingParams(n=2, best_of=4, **params), use_tqdm=False)
+    (all_of_them,) = llm.generate(PROMPTS[0], SamplingParams(n=4, logprobs=0, seed=5, max_tokens=8), use_tqdm=False)
+    (best,) = llm.generate(PROMPTS[0], SamplingParams(n=2, best_of=4, seed=5, max_tokens=8), use_tqdm=False)
     ranked = sorted(all_of_them.outputs, key=lambda one: -(one.cumulative_logprob or 0) / len(one.token_ids))
     assert [one.token_ids for one in best.outputs] == [one.token_ids for one in ranked[:2]]
     assert best.outputs[0].logprobs is None
@@ -193,9 +192,10 @@ def test_guided_text(model_dir: Path, tmp_path: Path) -> None:
 
 def test_chat_takes_pairs_mappings_and_messages(llm: LLM) -> None:
     text = "hello world"
-    forms = [text, [("user", text)], [Message(role="user", content=text)], [{"role": "user", "content": text}]]
-    parts = [[{"role": "user", "content": [{"type": "text", "text": text}]}]]
-    outputs = [llm.chat(form, greedy(), use_tqdm=False)[0] for form in [*forms, *parts]]
+    part = {"type": "text", "text": text}
+    forms: list[Any] = [text, [("user", text)], [Message(role="user", content=text)]]
+    forms += [[{"role": "user", "content": content}] for content in (text, [part])]
+    outputs = [llm.chat(form, greedy(), use_tqdm=False)[0] for form in forms]
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
     prompt = outputs[0].prompt_token_ids
     assert prompt is not None
@@ -234,7 +234,7 @@ def test_parts_are_joined_as_over_rest(llm: LLM) -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
     outputs = [llm.chat([("user", "hello\nworld")], greedy(2), use_tqdm=False)[0]]
     outputs += llm.chat([{"role": "user", "content": parts}], greedy(2), use_tqdm=False)
-    messages = [ChatMessage(role="user", content=[ContentPart(**part) for part in parts])]
+    messages = [ChatMessage(role="user", content=[ContentPart(type="text", text=part["text"]) for part in parts])]
     assert conversation_of(messages, Tools(), None, LIMITS).messages[0]["content"] == "hello\nworld"
     assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
 
@@ -352,7 +352,8 @@ def test_targets_reach_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_embeddings(llm: LLM) -> None:
-    one, two = llm.embed(["hello world", {"prompt_token_ids": ids_of("hello world")}], use_tqdm=False)
+    prompts: list[str | dict[str, list[int]]] = ["hello world", {"prompt_token_ids": ids_of("hello world")}]
+    one, two = llm.embed(prompts, use_tqdm=False)
     assert one.outputs.embedding == pytest.approx(two.outputs.embedding)
     assert sum(value**2 for value in one.outputs.embedding) == pytest.approx(1)
     assert isinstance(llm._backend, LocalEngine)
@@ -383,7 +384,7 @@ def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture
         (lambda llm: llm.chat("a", slo_class="fast"), "slo_class"),
         (lambda llm: llm.generate("a", SamplingParams(n=0)), "n"),
         (lambda llm: llm.generate("a", SamplingParams(n=3, best_of=2)), "best_of"),
-        (lambda llm: llm.generate("a", SamplingParams(heat=1)), "heat"),
+        (lambda llm: llm.generate("a", SamplingParams(heat=1)), "heat"),  # type: ignore[call-arg]
         (lambda llm: llm.chat([{"role": "user", "image": ""}]), "messages[0].image"),
         (lambda llm: llm.chat([{"content": "hello"}]), "messages[0]"),
         (
@@ -447,7 +448,8 @@ def test_nothing_is_answered_after_the_end(model_dir: Path) -> None:
 
 def test_a_stack_that_runs_elsewhere() -> None:
     with fake_router() as (router, address), LLM(target=address) as llm:
-        outputs = llm.generate(["one two", [1, 2, 3]], SamplingParams(n=2, seed=4, logprobs=1), use_tqdm=False)
+        prompts: list[str | list[int]] = ["one two", [1, 2, 3]]
+        outputs = llm.generate(prompts, SamplingParams(n=2, seed=4, logprobs=1), use_tqdm=False)
         assert [len(output.outputs) for output in outputs] == [2, 2]
         assert outputs[0].prompt_token_ids == list(b"one two")
         assert outputs[1].outputs[0].text == "1 2 3 "

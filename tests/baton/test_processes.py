@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -57,7 +58,7 @@ def stack_of(
     drain_timeout: float = 60,
     start_timeout: float = 60,
     max_restarts: int = 0,
-    **times: float,
+    **times: Any,
 ) -> Stack:
     commands = {
         "prefill-1": child(folder, "prefill-1"),
@@ -196,7 +197,7 @@ def test_a_worker_that_ends_is_started_again_until_it_does_so_too_often(
     with pytest.raises(StartupError, match=r"^prefill-1 went away 3 times in 10 minutes: ended by SIGKILL$"):
         run(stack_of(tmp_path, max_restarts=2), work=work)
     assert lives == ["prefill-1", "decode-1", "prefill-1"]
-    delays = [(record.worker, record.delay_s) for record in caplog.records if hasattr(record, "delay_s")]
+    delays = [(one["worker"], one["delay_s"]) for one in map(vars, caplog.records) if "delay_s" in one]
     assert delays == [("prefill-1", 0.5), ("decode-1", 0.5), ("prefill-1", 1.0)]
     all_gone(tmp_path)
 
@@ -219,7 +220,7 @@ def test_an_lmcache_server_that_ends_is_started_again_as_workers_are(
 
     with pytest.raises(StartupError, match=r"^lmcache went away 2 times in 10 minutes: ended by SIGKILL$"):
         run(stack_of(tmp_path, {"lmcache": command}, max_restarts=1), work=work)
-    delays = [(record.message, record.server, record.delay_s) for record in caplog.records if "delay_s" in vars(record)]
+    delays = [(one["message"], one["server"], one["delay_s"]) for one in map(vars, caplog.records) if "delay_s" in one]
     assert delays == [("a server went away, starting it again", "lmcache", 0.5)]
     all_gone(tmp_path)
 
@@ -237,7 +238,7 @@ def test_a_router_that_ends_is_started_again_where_it_was(tmp_path: Path, caplog
         kill_and_await_the_next(tmp_path, "router")
         wait_until(lambda: "a router is back" in caplog.messages)
         assert {name: (tmp_path / f"{name}.pid").read_text() for name in others} == others
-        commands.append(next(one.process.args for one in stack.children if one.name == "router"))  # type: ignore[arg-type]
+        commands.append(next(vars(one.process)["args"] for one in stack.children if one.name == "router"))
         kill(tmp_path, "router")
         time.sleep(600)
         return 0
@@ -315,6 +316,7 @@ def test_a_thread_that_watches_a_child_ends_the_run_when_it_ends(
 PARENT = """
 import sys
 from pathlib import Path
+from typing import Any, cast
 from tests.baton.test_processes import STUBBORN, child, stack_of
 from baton.stack.local_stack import run
 folder = Path(sys.argv[1])
@@ -376,7 +378,7 @@ def test_children_do_not_inherit_settings(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_reason_is_the_last_error_line(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        one = Child("x", process, code=1)
+        one = Child("x", cast("OwnProcess", process), code=1)
         one.tail.extend(["baton prefill: error: first", "baton prefill: error: second", "a log line after it"])
         assert one.reason() == "second"
 
