@@ -68,6 +68,7 @@ TIERS = {
         "integration/test_lost_lenders.py",
         "integration/test_offline.py",
         "integration/test_prompt_logprobs.py",
+        "integration/test_rank_pairs.py",
         "integration/test_rolling_update.py",
         "integration/test_second_turn.py",
         "integration/test_speculation.py",

@@ -33,6 +33,11 @@ LONG = (
     "bench/test_speculation_bench.py",
     "test_sample.py",
     "kv_store/test_nixl_raw.py",
+    "faults/test_matrix.py",
+    "integration/test_ranks.py",
+    "integration/test_killed_workers.py",
+    "integration/test_drain.py",
+    "integration/test_equality.py",
 )
 """They take many seconds for their number of tests."""
 _RANKS = {TESTS / name: rank for rank, name in enumerate(LONG)}
