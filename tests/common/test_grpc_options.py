@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import grpc._cython.cygrpc
+import grpc._cython.cygrpc  # type: ignore[import-not-found]
 import pytest
 
 from common.grpc import options as grpc_options

@@ -173,7 +173,7 @@ def test_buckets_keep_their_counts_and_exemplars() -> None:
     for seconds in (0.05, 0.31, 2.0):
         own.observe(seconds, {"trace_id": f"{seconds:g}"})
     alias = made(ROUTER, *registry.collect())["vllm:e2e_request_latency_seconds"]
-    (found,) = text_string_to_metric_families(render([alias], is_openmetrics=True).decode())
+    (found,) = text_string_to_metric_families(render([alias], is_openmetrics=True).decode())  # type: ignore[no-untyped-call]
     buckets = {one.labels["le"]: one for one in found.samples if one.name.endswith("_bucket")}
     assert "0.32" not in buckets, "a bound of Baton's own"
     assert [buckets[le].value for le in ("0.3", "0.5", "1.5", "2.0", "+Inf")] == [1, 2, 2, 3, 3]

@@ -37,7 +37,7 @@ def test_exemplars_are_openmetrics_alone() -> None:
     assert "trace_id" not in plain
     page = render(registry.collect(), is_openmetrics=True).decode()
     assert page.endswith("# EOF\n")
-    samples = [one for family in text_string_to_metric_families(page) for one in family.samples]
+    samples = [one for family in text_string_to_metric_families(page) for one in family.samples]  # type: ignore[no-untyped-call]
     assert [one.exemplar.labels for one in samples if one.exemplar] == [{"trace_id": "a1"}]
     assert [one.labels["limit"] for one in samples if one.name == "refused_total"] == ['a "b"\n']
     assert content_type(is_openmetrics=True).startswith("application/openmetrics-text; version=1.0.0")

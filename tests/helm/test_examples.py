@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 
 from common.guided import Guided
 from common.sampling import SamplingOptions
