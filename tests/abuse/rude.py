@@ -87,7 +87,8 @@ def retry_delay_s(error: grpc.RpcError) -> float | None:
     for detail in status.details if status is not None else ():
         info = error_details_pb2.RetryInfo()
         if detail.Unpack(info):
-            return info.retry_delay.ToTimedelta().total_seconds()
+            seconds: float = info.retry_delay.ToTimedelta().total_seconds()
+            return seconds
     return None
 
 
@@ -116,11 +117,11 @@ def ending(
     method = opened.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)
     deadline = time.monotonic() + timeout_s
     try:
-        for _ in method(iter(data), timeout=timeout_s, metadata=metadata(key)):
+        for _ in method(iter(data), timeout=timeout_s, metadata=tuple(metadata(key))):
             pass
     except grpc.RpcError as error:
         left_s = max(0.0, deadline - time.monotonic())
-        return Ending(code_of(error), error.details() or "", left_s)  # type: ignore[attr-defined]
+        return Ending(code_of(error), error.details() or "", left_s)
     return Ending(grpc.StatusCode.OK)
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +18,6 @@ from common.grpc.health import SERVING, Health
 from common.grpc.options import MAX_MESSAGE_BYTES, MAX_PENDING_CALLS, client_server_options, worker_server_options
 from common.grpc.server import UNKNOWN, make_server
 
-Handler = grpc.RpcMethodHandler[object, object]
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 NAMES = [b"/a\xdb/b", b"\xff", b"", b"/", b"/grpc.health.v1.Health/\xc3", b"/grpc.health.v1.Health/Nothing"]
 
@@ -30,9 +30,9 @@ class Watcher(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    ) -> Any:
         self.seen.append(handler_call_details.method)
         return await continuation(handler_call_details)
 

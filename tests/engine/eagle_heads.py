@@ -184,7 +184,7 @@ def _layer(weights: Weights, name: str, x: torch.Tensor, residual: torch.Tensor,
     def product(part: str, value: torch.Tensor) -> torch.Tensor:
         return linear(value, weights[f"{name}.{part}.weight"])
 
-    q, k, v = (product(f"self_attn.{part}_proj", x).unflatten(1, (-1, head_dim)).transpose(0, 1) for part in "qkv")
+    q, k, v = (product(f"self_attn.{part}_proj", x).view(len(x), -1, head_dim).transpose(0, 1) for part in "qkv")
     positions = torch.arange(start, start + len(x))
     q, k = _rotated(q, positions), _rotated(k, positions)
     k, v = (each.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=0) for each in (k, v))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import gguf
 import numpy as np
@@ -14,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.engine.tiny_models import VOCAB_SIZE, make_model
 
-Type = gguf.GGMLQuantizationType
+Type: TypeAlias = gguf.GGMLQuantizationType
 Floats = npt.NDArray[np.float32]
 
 # Quantised by gguf; the others get random codes, since gguf reads but does not write them.
@@ -75,7 +76,8 @@ class Written:
 def quantized(values: Floats, kind: Type, seed: int) -> npt.NDArray[np.uint8]:
     """Bytes of a matrix; random ones, of about the same size, if gguf cannot quantise to `kind`."""
     if kind in WRITTEN:
-        return gguf.quantize(values, kind)
+        packed: npt.NDArray[np.uint8] = gguf.quantize(values, kind)
+        return packed
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(seed).integers(
         0, 256, (*values.shape[:-1], values.shape[-1] // block * num_bytes), np.uint8

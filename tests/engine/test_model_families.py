@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def model(models: Path, family: str) -> Path:
     return path if path.exists() else make_model(path, FAMILIES[family])
 
 
-def runner_for(models: Path, family: str, kernels: str, **settings: object) -> LocalDevice:
+def runner_for(models: Path, family: str, kernels: str, **settings: Any) -> LocalDevice:
     runner = make_runner(model(models, family), kernels=kernels, num_threads=2, **settings)
     decoder = runner._model
     assert isinstance(decoder, Decoder)

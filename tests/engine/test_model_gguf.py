@@ -98,6 +98,8 @@ def packed_bytes(runner: LocalDevice) -> int:
     """Of all that was packed."""
     decoder = runner._model
     assert isinstance(decoder, Decoder)
+    assert decoder.embedding is not None
+    assert decoder.head is not None
     found: list[object] = [decoder.embedding.packed, decoder.head.packed]
     for layer in decoder.layers:
         assert layer.mlp is not None

@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from pydantic import Field
 
 from common import sampling
-from common.sampling import Integer, Number, SamplingParams, Text
+from common.sampling import Integer, Number, SamplingParams, Text, TypeForm
 
 Type = descriptor_pb2.FieldDescriptorProto
 
@@ -44,19 +44,21 @@ class WithNested(SamplingParams):
 
 
 RULE = Rule(name="r", sizes=(1, 2), weights={"a": 0.5})
-VALUES: dict[str, tuple[object, object]] = {
+VALUES: dict[str, tuple[TypeForm, object]] = {
     "plan": (Plan | None, Plan(rule=RULE, rules=(Rule(name="s"), RULE))),
     "rules": (tuple[Rule, ...], (RULE, Rule(sizes=(3,)))),
     "named_rules": (dict[str, Rule], {"one": RULE, "two": Rule(name="t")}),
 }
-EXAMPLES = tuple((kind, value, json.dumps(msgspec.to_builtins(value))) for kind, value in VALUES.values())
+EXAMPLES: tuple[tuple[TypeForm, object, str], ...] = tuple(
+    (kind, value, json.dumps(msgspec.to_builtins(value))) for kind, value in VALUES.values()
+)
 """As in `tests.router.test_every_parameter`."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     default = descriptor_pool.Default()
-    descriptor_pool.Default = lambda: _Pool(default)
+    setattr(descriptor_pool, "Default", lambda: _Pool(default))  # noqa: B010 (it stands for another class)
     sampling.SamplingParams = WithNested  # type: ignore[misc]
     sampling.SamplingOptions.__annotations__ |= dict.fromkeys(VALUES, object)
 

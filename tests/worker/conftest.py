@@ -20,7 +20,7 @@ from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, types
 from tests.worker import forked_engine
 from tests.worker.fronts import Front, front
 from worker import engine_process
-from worker.server import serve
+from worker.server import AddService, serve
 
 START_PROCESS = engine_process.start_process
 _NUMBERS = iter(range(10**9))
@@ -57,11 +57,11 @@ def decode_request(word: int, num_tokens: int = 8, **fields: object) -> decode_p
 async def running_worker(tmp_path: Path, **settings: object) -> AsyncIterator[RunningWorker]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     values = {"listen": "127.0.0.1:0", "kv_dir": str(tmp_path), "drain_timeout": 0.0, **settings}
-    services = [prefill_servicer.add_service, decode_servicer.add_service]
+    services: list[AddService] = [prefill_servicer.add_service, decode_servicer.add_service]
     process = asyncio.create_task(
         serve(WorkerSettings.model_validate(values), WorkerRole.BOTH, tmp_path, "fake", services, ready.set_result)
     )
-    await asyncio.wait({process, ready}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((process, ready), return_when=asyncio.FIRST_COMPLETED)
     if process.done():
         process.result()
     address = await ready

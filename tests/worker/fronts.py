@@ -91,15 +91,15 @@ async def until(is_true: Callable[[], Any], what: str) -> None:
 async def front(role: WorkerRole, folder: Path, **settings: Any) -> AsyncIterator[Front]:
     """A worker that serves. It is ended afterwards, if the test has not done that."""
     folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
-    services: list[AddService] = {
+    services: dict[WorkerRole, list[AddService]] = {
         WorkerRole.PREFILL: [prefill_servicer.add_service],
         WorkerRole.DECODE: [decode_servicer.add_service],
         WorkerRole.BOTH: [prefill_servicer.add_service, decode_servicer.add_service],
-    }[role]
+    }
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     before = descendants_of_this()
     task = asyncio.create_task(
-        serve(WorkerSettings(listen="127.0.0.1:0", **settings), role, folder, "fake", services, ready.set_result)
+        serve(WorkerSettings(listen="127.0.0.1:0", **settings), role, folder, "fake", services[role], ready.set_result)
     )
     await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
     if task.done():

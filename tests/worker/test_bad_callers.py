@@ -12,7 +12,7 @@ from protos.baton.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, VOCAB_SIZE
 
-BAD_SAMPLING = [
+BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {-1: 5.0}}),
     ("logit_bias", {"logit_bias": {VOCAB_SIZE: 5.0}}),
     ("logit_bias", {"logit_bias": {1: math.nan}}),
@@ -29,11 +29,14 @@ BAD_SAMPLING = [
     ("max_tokens", {"max_tokens": -(2**31)}),
     ("min_tokens", {"min_tokens": -1}),
 ]
-BAD_DECODES: list[tuple[str, dict[str, object]]] = [
-    *(
-        (f"sampling_params.{field}", {"sampling_params": types_pb2.SamplingParams(**{"max_tokens": 4, **fields})})  # type: ignore[arg-type]
-        for field, fields in BAD_SAMPLING
-    ),
+
+
+def sampling(fields: dict[str, Any]) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(**{"max_tokens": 4, **fields})
+
+
+BAD_DECODES: list[tuple[str, dict[str, Any]]] = [
+    *((f"sampling_params.{field}", {"sampling_params": sampling(fields)}) for field, fields in BAD_SAMPLING),
     ("prompt_token_ids", {"prompt_token_ids": []}),
     ("prompt_token_ids", {"prompt_token_ids": [1, 2**32 - 1]}),
     ("prompt_token_ids", {"prompt_token_ids": [1] * 200_000}),

@@ -6,6 +6,7 @@ import pytest
 
 from common import metrics
 from protos.baton.v1 import worker_pb2
+from tests.support.calls import received
 from tests.worker.conftest import StartWorker
 
 
@@ -14,7 +15,7 @@ async def test_the_model_is_told_with_the_worker_s_facts_and_how_good_it_is_with
 ) -> None:
     worker = await start_worker()
     call = worker.worker.WatchLoad(worker_pb2.WatchLoadRequest())
-    while (await call.read()).batch_time_version != 1:
+    while (await received(call)).batch_time_version != 1:
         pass
     status = (await worker.worker.GetStatus(worker_pb2.GetWorkerStatusRequest())).batch_time  # after both events
     info = (await worker.worker.GetInfo(worker_pb2.GetInfoRequest())).batch_time

@@ -18,6 +18,7 @@ from common import metrics
 from common.config import WorkerSettings
 from common.grpc.status import DETAILS_KEY
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.calls import received
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, FLOOD, WAIT
 from worker import engine_client, engine_stream
@@ -42,7 +43,8 @@ def retry_delay_s(error: grpc.aio.AioRpcError) -> float:
     status = status_pb2.Status.FromString(bytes(dict(error.trailing_metadata() or ())[DETAILS_KEY]))
     info = error_details_pb2.RetryInfo()
     assert status.details[0].Unpack(info)
-    return info.retry_delay.ToTimedelta().total_seconds()
+    seconds: float = info.retry_delay.ToTimedelta().total_seconds()
+    return seconds
 
 
 async def wait_until_seen(worker: RunningWorker) -> None:
@@ -61,8 +63,8 @@ async def test_further_requests_are_refused_with_a_delay_while_too_many_wait(sta
     assert retry_delay_s(error) > 0
     assert metrics.worker_requests_refused._value.get() == before + 1
     waiting[0].cancel()
-    while (error := await answer_or_refusal(worker)) is not None:
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    while (refused := await answer_or_refusal(worker)) is not None:
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def read_all(call: grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]) -> None:
@@ -97,7 +99,7 @@ async def test_of_a_split_prompt_only_the_part_waits(start_worker: StartWorker) 
         call = worker.prefill.Prefill(timeout=60)
         start = prefill_pb2.PrefillStart(request_id=f"p{number}", prompt_token_ids=[WAIT] * 5000, stop_block=1)
         await call.write(prefill_pb2.PrefillRequest(start=start))
-        assert (await call.read()).HasField("accepted")
+        assert (await received(call)).HasField("accepted")
         calls.append(call)
     for call in calls:
         call.cancel()
@@ -112,7 +114,7 @@ async def test_a_full_prefill_worker_refuses_too(start_worker: StartWorker) -> N
         await call.write(prefill_pb2.PrefillRequest(start=start))
         calls.append(call)
         if number == 0:
-            assert (await call.read()).HasField("accepted")
+            assert (await received(call)).HasField("accepted")
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await calls[1].read()
     assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -12,6 +12,7 @@ import pytest
 import decode_service.prefill_leg
 from common.types import WorkerRole
 from protos.baton.v1 import prefill_pb2, types_pb2
+from tests.support.calls import received
 from tests.support.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of, until
 
@@ -96,7 +97,7 @@ async def test_who_lends_nonsense_loses_its_stream(prefill: Front, lie: str) -> 
     )
     await call.write(prefill_pb2.PrefillRequest(start=start))
     if start.peer:
-        while not (await call.read()).HasField("wanted"):
+        while not (await received(call)).HasField("wanted"):
             pass
     indexes = [0, 0] if lie == "twice" else [0]
     refs = [types_pb2.BlockRef(index=index, peer="x" * 5000 if lie == "long name" else "") for index in indexes]

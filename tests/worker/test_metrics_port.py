@@ -113,9 +113,10 @@ async def test_vllm_s_names(tmp_path: Path, fake_engines: None) -> None:
     async with front(WorkerRole.DECODE, tmp_path, metrics_port=port, metrics_aliases="vllm", block_size=BLOCK_SIZE):
         page = await asyncio.to_thread(scrape, port)
         asked = await asyncio.to_thread(scrape, port, "application/openmetrics-text;version=1.0.0")
-    found = {one.name: one for one in text_string_to_metric_families(page.decode())}  # type: ignore[no-untyped-call]
+    found = {one.name: one for one in text_string_to_metric_families(page.decode())}
     assert {name for name in found if name.startswith("vllm:")} <= {
-        one.name for one in openmetrics_families(asked.decode())
+        one.name
+        for one in openmetrics_families(asked.decode())  # type: ignore[no-untyped-call]
     }
     (info,) = found["vllm:cache_config_info"].samples
     assert info.labels == {"block_size": str(BLOCK_SIZE), "num_gpu_blocks": "1000", "engine": "0"}

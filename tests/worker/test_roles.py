@@ -14,6 +14,7 @@ from common.errors import BatonError, ConfigError, IncompatibleError, InvalidArg
 from common.grpc.status import error_of_call
 from common.types import WorkerRole
 from protos.baton.v1 import worker_pb2
+from tests.support.calls import received
 from tests.support.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of, until
 from worker.role import RoleShifts
@@ -40,10 +41,10 @@ async def test_what_it_takes_is_reported_at_once_and_nothing_is_refused_for_it(b
     load = await both.load()
     assert (load.role, load.num_role_shifts, load.role_pinned) == (BOTH, 0, False)
     reports = both.worker.WatchLoad(worker_pb2.WatchLoadRequest())
-    await reports.read()
+    await received(reports)
     done = await both.worker.SetRole(Order(role=PREFILL, epoch=load.epoch, num_role_shifts=0))
     assert (done.num_streams, done.num_role_shifts) == (0, 1)
-    while (await reports.read()).role != PREFILL:
+    while (await received(reports)).role != PREFILL:
         pass
     reports.cancel()
     done = await both.worker.SetRole(Order(role=PREFILL))  # again changes nothing

@@ -34,7 +34,7 @@ def probes(k: int) -> torch.Tensor:
 
 def steps(weight: torch.Tensor, group: int, *, symmetric: bool, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and zeros `[n, k / group]`."""
-    parts = weight.unflatten(1, (-1, group))
+    parts = weight.view(len(weight), -1, group)
     if symmetric:
         half = 2 ** (bits - 1)
         scale = parts.abs().amax(-1) / (half - 1)
@@ -54,8 +54,8 @@ def stand_in(name: str, folder: Path) -> None:
 def awq(folder: Path) -> Callable[[torch.Tensor], Packed]:
     for name in ("awq", "awq.utils", "awq.modules", "awq.modules.linear"):
         stand_in(name, folder / name.replace(".", "/"))
-    from awq.modules.linear.gemm import WQLinear_GEMM
-    from awq.utils.packing_utils import dequantize_gemm
+    from awq.modules.linear.gemm import WQLinear_GEMM  # type: ignore[import-not-found]
+    from awq.utils.packing_utils import dequantize_gemm  # type: ignore[import-not-found]
 
     def pack(weight: torch.Tensor) -> Packed:
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -72,7 +72,7 @@ def awq(folder: Path) -> Callable[[torch.Tensor], Packed]:
 def gptq(folder: Path, *, bits: int, in_order: bool, symmetric: bool) -> Callable[[torch.Tensor], Packed]:
     for name in ("auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear"):
         stand_in(name, folder / name.replace(".", "/"))
-    from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear
+    from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear  # type: ignore[import-not-found]
 
     def pack(weight: torch.Tensor) -> Packed:
         n, k = weight.shape
@@ -94,8 +94,8 @@ def compressed(
     folder: Path, *, kind: str, bits: int, strategy: str, symmetric: bool
 ) -> Callable[[torch.Tensor], Packed]:
     sys.path.insert(0, str(folder))
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.compressors import BaseCompressor  # type: ignore[import-not-found]
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # type: ignore[import-not-found]
 
     form = {("int", 4): "pack-quantized", ("int", 8): "int-quantized", ("float", 8): "float-quantized"}[kind, bits]
 
@@ -109,7 +109,8 @@ def compressed(
         if block is None:
             scale, zero = steps(weight, group or weight.shape[1], symmetric=symmetric, bits=bits)
         else:
-            rows = [[part.abs().amax() for part in band.split(BLOCK[1], 1)] for band in weight.split(BLOCK[0])]
+            bands = torch.split(weight, BLOCK[0])
+            rows = [[part.abs().amax() for part in torch.split(band, BLOCK[1], 1)] for band in bands]
             scale = torch.stack([torch.stack(row) for row in rows])
             scale, zero = scale / 127, torch.zeros_like(scale)
         if kind == "float":

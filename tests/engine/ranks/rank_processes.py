@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch.distributed import FileStore, PrefixStore
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from engine.ranks.group import GlooGroup, RankGroup
 

@@ -28,6 +28,7 @@ from protos.keda import externalscaler_pb2_grpc as keda_grpc
 from router.autoscaler.server import serve
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.conftest import StartRouter, StartWorker
+from tests.support.calls import received
 from tests.support.fake_worker import FakeWorker
 
 WAIT_S = 30.0
@@ -169,7 +170,7 @@ async def test_from_zero_when_a_request_waits_at_a_router(
     async with autoscaler(routers=(router.grpc_address,), **zero) as running:
         await running.until(lambda d: d["decisions"]["decode"]["desired"] == 0)
         stream = running.keda.StreamIsActive(trigger("decode"))
-        assert (await asyncio.wait_for(stream.read(), WAIT_S)).result is False
+        assert (await asyncio.wait_for(received(stream), WAIT_S)).result is False
 
         async def ask() -> str:
             params = {"max_tokens": 3, "temperature": 0}
@@ -177,14 +178,14 @@ async def test_from_zero_when_a_request_waits_at_a_router(
             return "".join([response.text async for response in router.inference.Generate(request)])
 
         asking = asyncio.create_task(ask())
-        assert (await asyncio.wait_for(stream.read(), WAIT_S)).result is True
+        assert (await asyncio.wait_for(received(stream), WAIT_S)).result is True
         assert (await running.keda.IsActive(trigger("prefill"))).result is True
         assert not asking.done()
         await later.start(address)  # what the cluster does about it
         try:
             assert await asyncio.wait_for(asking, WAIT_S)
             await running.until(lambda d: d["decisions"]["decode"]["desired"] == 0)
-            assert (await asyncio.wait_for(stream.read(), WAIT_S)).result is False
+            assert (await asyncio.wait_for(received(stream), WAIT_S)).result is False
         finally:
             stream.cancel()
             await later.stop()
@@ -228,7 +229,7 @@ async def test_metric_specs_and_bad_triggers() -> None:
         (spec,) = (await running.keda.GetMetricSpec(trigger("prefill", metric="desired_replicas"))).metricSpecs
         assert (spec.metricName, spec.targetSizeFloat) == ("desired_replicas", 1.0)
         stream = running.keda.StreamMetricSpec(trigger("decode"))
-        assert len((await asyncio.wait_for(stream.read(), WAIT_S)).metricSpecs) == 2
+        assert len((await asyncio.wait_for(received(stream), WAIT_S)).metricSpecs) == 2
         stream.cancel()
         for bad, field in (
             (trigger("neither"), "role"),
