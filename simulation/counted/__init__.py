@@ -2,6 +2,7 @@
 
     job           a request on one worker
     worker        what comes, and the steps that follow
+    owner         what a worker says of its requests, at once
     under_way     the step that is computed now, or the run of steps of decodes alone
     prompts       who waits, computes a prompt, or waits for KV of another worker
     fetches       who waits for blocks that are fetched for another job

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 
+from common.config import EngineSettings
 from common.prefill_place import is_computed_in_place
 from simulation.counted.fetches import Fetches
 from simulation.counted.job import Job, Mode
 from simulation.counted.job_blocks import JobBlocks
+from simulation.counted.owner import Owner
 
 
 class Prompts:
-    def __init__(self, blocks: JobBlocks, chunk_size: int) -> None:
+    def __init__(self, blocks: JobBlocks, settings: EngineSettings, owner: Owner) -> None:
         self.waiting: deque[Job] = deque()
         self.computing: list[Job] = []  # in the order of admission
         self.parked: dict[Job, None] = {}  # likewise
@@ -26,7 +28,9 @@ class Prompts:
         self._num_held_back = 0  # of those that wait, at the last look for the first
         self._blocks = blocks
         self._size = blocks.size
-        self._chunk = chunk_size
+        self._chunk = settings.chunk_size
+        self._at_end = settings.announce == "end"
+        self._owner = owner
 
     @property
     def num_held_back(self) -> int:
@@ -99,6 +103,52 @@ class Prompts:
         num = job.num_queued
         self.num_queued += num
         self.num_queued_prompts += num > 0
+
+    # ----------------------------------------------------------------------------------------- other workers
+
+    def park(self, job: Job) -> bool:
+        """Parks one that just got its blocks, if it is new and its KV comes from another worker. False if it computes
+        its prompt itself from here on."""
+        is_new, job.is_new = job.is_new, False
+        first, size = job.num_computed // self._size, self._size
+        if not is_new or job.mode is Mode.LOCAL:
+            job.mode = Mode.LOCAL if job.mode is Mode.REMOTE else job.mode
+            return False
+        fetches, limit = self.fetches, (job.num_prompt - 1) // size
+        job.ask_from = ask_from = fetches.known_until(job, first, limit)
+        if job.mode is Mode.PREFILL:
+            stop = max(ask_from, min(job.num_lendable, limit))
+            if stop <= first:
+                return False
+            self.parked[job] = None
+            fetches.join(job, ask_from, stop)
+            if stop > ask_from:
+                self._owner.ask_loan(job, ask_from, stop)
+            else:
+                job.num_arrived = ask_from
+            return True
+        if not self.asks_worker(job, ask_from):
+            job.mode = Mode.LOCAL
+            self._owner.needs_no_more(job)
+            return False
+        self.parked[job] = None
+        num_asked = job.num_asked // size
+        fetches.join(job, ask_from, num_asked)
+        self._owner.ask_prefill(job, ask_from, num_asked if job.num_asked < job.num_prompt else 0)
+        return True
+
+    def publish(self, job: Job) -> None:
+        """What a prefill has computed since the last time, its partial tail with the end."""
+        if job.mode is not Mode.PREFILL:
+            return
+        is_last = job.num_computed >= job.num_prompt
+        if self._at_end and not is_last:
+            return
+        stop = -(-job.num_prompt // self._size) if is_last else job.num_computed // self._size
+        start = max(job.num_published, job.first_block)
+        if stop > start or is_last:
+            job.num_published = stop
+            self._owner.published(job, max(stop - start, 0), is_last=is_last)
 
     # ---------------------------------------------------------------------------- blocks of several requests
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from common.config import EngineSettings
 from common.types import SLACKS_S, WorkerLoad, WorkerRole
@@ -20,34 +19,11 @@ from simulation.clock import VirtualClock
 from simulation.counted.decodes import Decodes
 from simulation.counted.job import Job, Mode
 from simulation.counted.job_blocks import JobBlocks
+from simulation.counted.owner import Owner
 from simulation.counted.prompts import Prompts
 from simulation.counted.router import CountedRouter, Reports
 from simulation.counted.under_way import UnderWay
 from simulation.step_times import Run, StepTimes
-
-
-class Owner(Protocol):
-    """What a worker says of its requests and blocks, at once."""
-
-    def ask_prefill(self, job: Job, first_block: int, stop_block: int) -> None:
-        """A prefill worker has to compute the blocks from `first_block` on; with a `stop_block` those before it."""
-
-    def ask_loan(self, job: Job, first_block: int, stop_block: int) -> None:
-        """The decode worker of this prefill has these blocks."""
-
-    def published(self, job: Job, num_blocks: int, *, is_last: bool) -> None:
-        """More blocks of a prefill are there; `is_last`: all, and the first token unless it is a part."""
-
-    def needs_no_more(self, job: Job) -> None:
-        """A remote request has all its KV, or computes it itself."""
-
-    def first_token(self, job: Job) -> None:
-        """The worker drew it."""
-
-    def ended(self, job: Job) -> None:
-        """Its answer is complete."""
-
-    def report_blocks(self, worker: CountedWorker, stored: bytes, removed: bytes) -> None: ...
 
 
 class CountedWorker:
@@ -70,7 +46,6 @@ class CountedWorker:
         self._size = settings.block_size
         self._max_seqs = settings.max_num_seqs
         self._max_tokens = settings.max_num_batched_tokens
-        self._at_end = settings.announce == "end"
         self._slacks = () if settings.queue_policy == "fcfs" else (0,) * len(SLACKS_S)
         self._clock = clock
         self._router = router
@@ -78,7 +53,7 @@ class CountedWorker:
         self._blocks = JobBlocks(num_blocks, settings.block_size, is_cached=settings.enable_prefix_caching)
         self._counts = self._blocks.counts
         self._room = Room(settings.block_size)
-        self._prompts = Prompts(self._blocks, settings.chunk_size)
+        self._prompts = Prompts(self._blocks, settings, owner)
         self._decodes = Decodes(self._blocks)
         self._joining: list[Job] = []  # decode from the next step on
         self._rank = 0
@@ -141,7 +116,7 @@ class CountedWorker:
             self._owner.needs_no_more(job)
         if job.num_computed < job.num_prompt or not job.num_drawn:
             self._prompts.compute(job)
-            self._publish(job)
+            self._prompts.publish(job)
         else:
             self._joining.append(job)
         self._unpark_all(self._prompts.fetches.leave(job, has_come=True))
@@ -306,7 +281,7 @@ class CountedWorker:
         """A chunk of the prompt, in the next step. Returns its tokens."""
         if num_adopted := self._blocks.adopt(job):
             self._prompts.advance(job, num_adopted * self._size)
-            self._publish(job)
+            self._prompts.publish(job)
         num = self._prompts.next_chunk(job, left, self.under_way.chunks)
         if num > 0:
             self.under_way.chunks.append((job, num))
@@ -330,12 +305,12 @@ class CountedWorker:
         for job, num in chunks:
             prompts.advance(job, num)
             if job.num_computed < job.num_tokens:
-                self._publish(job)
+                self._prompts.publish(job)
                 continue
             prompts.computing.remove(job)
             if job.mode is Mode.PREFILL:
                 self._num_leases += 1
-                self._publish(job)
+                self._prompts.publish(job)
                 continue
             job.num_drawn += 1
             if job.num_drawn == 1:
@@ -344,19 +319,6 @@ class CountedWorker:
                 self._end(job)
             else:
                 self._joining.append(job)
-
-    def _publish(self, job: Job) -> None:
-        """What a prefill has computed since the last time, its partial tail with the end."""
-        if job.mode is not Mode.PREFILL:
-            return
-        is_last = job.num_computed >= job.num_prompt
-        if self._at_end and not is_last:
-            return
-        stop = -(-job.num_prompt // self._size) if is_last else job.num_computed // self._size
-        start = max(job.num_published, job.first_block)
-        if stop > start or is_last:
-            job.num_published = stop
-            self._owner.published(job, max(stop - start, 0), is_last=is_last)
 
     def _end(self, job: Job) -> None:
         self._blocks.name(job)
@@ -374,9 +336,9 @@ class CountedWorker:
                 return
             if not self._place(job):
                 return
-            if not self._park(job):
+            if not self._prompts.park(job):
                 prompts.compute(job)
-                self._publish(job)
+                self._prompts.publish(job)
                 if left > 0:
                     left -= self._compute(job, left)
 
@@ -392,38 +354,8 @@ class CountedWorker:
         while (job := self._first_waiting()) is not None:
             if not job.is_new or job.mode is not Mode.REMOTE or not self._place(job):
                 return
-            if not self._park(job):
+            if not self._prompts.park(job):
                 self._prompts.compute(job)
-
-    def _park(self, job: Job) -> bool:
-        """False if it computes its prompt itself from here on."""
-        is_new, job.is_new = job.is_new, False
-        first, size = job.num_computed // self._size, self._size
-        if not is_new or job.mode is Mode.LOCAL:
-            job.mode = Mode.LOCAL if job.mode is Mode.REMOTE else job.mode
-            return False
-        fetches, limit = self._prompts.fetches, (job.num_prompt - 1) // size
-        job.ask_from = ask_from = fetches.known_until(job, first, limit)
-        if job.mode is Mode.PREFILL:
-            stop = max(ask_from, min(job.num_lendable, limit))
-            if stop <= first:
-                return False
-            self._prompts.parked[job] = None
-            fetches.join(job, ask_from, stop)
-            if stop > ask_from:
-                self._owner.ask_loan(job, ask_from, stop)
-            else:
-                job.num_arrived = ask_from
-            return True
-        if not self._prompts.asks_worker(job, ask_from):
-            job.mode = Mode.LOCAL
-            self._owner.needs_no_more(job)
-            return False
-        self._prompts.parked[job] = None
-        num_asked = job.num_asked // size
-        fetches.join(job, ask_from, num_asked)
-        self._owner.ask_prefill(job, ask_from, num_asked if job.num_asked < job.num_prompt else 0)
-        return True
 
     def _hand_over_cached(self, job: Job) -> bool:
         """A part all of whose blocks are here waits for no turn."""
@@ -431,7 +363,7 @@ class CountedWorker:
             return False
         job.is_new = False
         self._num_leases += 1
-        self._publish(job)
+        self._prompts.publish(job)
         return True
 
     # ------------------------------------------------------------------------------------------------ blocks
