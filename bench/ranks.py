@@ -158,6 +158,14 @@ class Watched(SharedMemoryGroup):
         Watched.seconds += time.perf_counter() - start
         return gathered
 
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        start = time.perf_counter()
+        came = super().all_to_all(rows, counts, num_from)
+        Watched.seconds += time.perf_counter() - start
+        return came
+
 
 def measure(device: Device, batch: int, repeats: int) -> tuple[float, float]:
     """Milliseconds of a step, and the share of exchanges in all of them."""

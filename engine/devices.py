@@ -29,7 +29,9 @@ def open_device(
     """The device that `settings` name, with the model loaded. It is warmed up next. Raises `StartupError`, and
     `ConfigError` for settings that do not go together."""
     if settings.expert_parallel_size > 1 and settings.tensor_parallel_size * settings.data_parallel_size == 1:
-        raise ConfigError("--expert-parallel-size", "needs as many processes: set --tensor-parallel-size, too")
+        raise ConfigError(
+            "--expert-parallel-size", "needs as many processes: set --tensor-parallel-size or --data-parallel-size, too"
+        )
     if settings.device == SIMULATED:
         if settings.num_ranks > 1:
             raise ConfigError(settings.flag_of_ranks, "a simulated device takes the time that --simulated-time says")

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
-
 from common.errors import LostRankError
-from engine.ranks.group import LONGEST_WAIT_S, AddingGroup
+from engine.ranks.group import LONGEST_WAIT_S, GlooCollectives
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Store, Work
     from torch.distributed import ProcessGroupGloo
 
 _LOOK = timedelta(seconds=0.25)
@@ -22,7 +20,7 @@ _MEET_LOOK_S = 0.1
 _REASON_S = 2.0  # that the reason for a broken connection may take to come
 
 
-class HostGroup(AddingGroup):
+class HostGroup(GlooCollectives):
     """A `RankGroup`. Raises `LostRankError` if a rank will not come: the group is of no use then."""
 
     def __init__(
@@ -65,10 +63,7 @@ class HostGroup(AddingGroup):
             raise LostRankError(self._reason_for(built[0])) from built[0]
         return built[0]
 
-    def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        own = values.contiguous().view(-1).view(torch.uint8)  # Gloo doesn't know all dtypes
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        work = self._group.allgather([parts], [own])  # type: ignore[attr-defined]  # missing in torch's stubs
+    def _wait(self, work: Work) -> None:
         while True:
             try:
                 work.wait(_LOOK)
@@ -78,7 +73,7 @@ class HostGroup(AddingGroup):
                 if reason := self._problem():
                     raise LostRankError(reason) from error
             else:
-                return [part.view(values.dtype).view(values.shape) for part in parts]
+                return
 
     def _reason_for(self, error: RuntimeError) -> str:
         give_up = time.monotonic() + _REASON_S

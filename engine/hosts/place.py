@@ -45,16 +45,16 @@ def host_index(settings: EngineSettings, environ: Mapping[str, str]) -> int:
 def place_of(settings: EngineSettings, environ: Mapping[str, str]) -> Place:
     """Of this host. Raises `ConfigError` that names the flag which is missing or wrong."""
     index = host_index(settings, environ)
+    if settings.pipeline_parallel_size > 1:
+        raise ConfigError("--num-hosts", "does not go with --pipeline-parallel-size")
+    if settings.data_parallel_size > 1:
+        raise ConfigError("--num-hosts", "does not go with --data-parallel-size")
     if settings.tensor_parallel_size != settings.num_hosts:
         raise ConfigError(
             "--num-hosts",
             f"is {settings.num_hosts}, but --tensor-parallel-size is {settings.tensor_parallel_size}: "
             "each host has one rank",
         )
-    if settings.pipeline_parallel_size > 1:
-        raise ConfigError("--num-hosts", "does not go with --pipeline-parallel-size")
-    if settings.data_parallel_size > 1:
-        raise ConfigError("--num-hosts", "does not go with --data-parallel-size")
     if (pods := environ.get("LWS_GROUP_SIZE")) and pods != str(settings.num_hosts):
         raise ConfigError("--num-hosts", f"is {settings.num_hosts}, but the group has {pods} pods (LWS_GROUP_SIZE)")
     address = settings.ranks_address

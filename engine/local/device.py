@@ -364,7 +364,6 @@ class LocalDevice(Device):
     ) -> torch.Tensor:
         """As `_forward`, if each rank computes some of the rows; zeros for tokens that nothing is asked of."""
         parts = deal(rows, ranks.size, self.info.spec.block_size, self.info.hidden_size)
-        ranks.begin([sum(len(rows[index].token_ids) for index in part) for part in parts])
         own = [rows[index] for index in parts[ranks.rank]]
         if own:
             states = self._forward_from(own, None, between_layers)
@@ -377,11 +376,11 @@ class LocalDevice(Device):
         own_wanted = [int(first) + at for first, row in zip(firsts, own, strict=False) for at in _wanted(row)]
         hidden = torch.zeros(int(starts[-1]), self.info.hidden_size)
         if any(wanted):
-            joined = ranks.join_rows(states[own_wanted].float(), [len(each) for each in wanted])
+            joined = ranks.join(states[own_wanted].float(), [len(each) for each in wanted])
             hidden[[at for each in wanted for at in each]] = joined
         else:  # nobody begins the next step before all have written their KV
             ranks.all_gather(torch.zeros(1))
-        return hidden if self._kernels is not None else hidden.to(self.dtype)
+        return hidden.to(self._model.states_dtype)
 
     def _forward_from(
         self, rows: Sequence[StepRow], hidden: torch.Tensor | None, between_layers: Callable[[], None]

@@ -27,6 +27,7 @@ class CausalLM(ABC):
     head_dim: int
     vocab_size: int
     hidden_size: int
+    states_dtype: torch.dtype  # of what `forward` gives; a model that gives two, by number of tokens, takes both here
     softmax_scale: float
     windows: tuple[int, ...]  # by layer, tokens that a query sees, itself included; 0: all
     soft_cap: float  # of attention scores, 0: none

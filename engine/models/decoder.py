@@ -62,6 +62,7 @@ class Decoder(CausalLM):
         self.windows = config.windows
         self.soft_cap = config.soft_cap
         self.kv_variant = " ".join(sorted({rope.variant for rope in config.ropes if rope.variant}))
+        self.states_dtype = dtype
         self.inputs = LayerInputs()
         self.native: NativeDecoder | None = None
         self.fused: FusedDecoder | None = None
@@ -161,6 +162,7 @@ class Decoder(CausalLM):
         if self._group.size == 1 and self.shard.data_ranks is None:
             self.fused = FusedDecoder.of(self.config, self.layers, self.ropes)
         if kernels is not None:
+            self.states_dtype = torch.float32
             self.native = NativeDecoder(
                 kernels, self.config, self.layers, self.norm, self.head, self.ropes, self._group
             )

@@ -10,7 +10,7 @@ from engine.kernels.library import Activation, Kernels, PackedMLPs
 from engine.layers import ACTIVATE, Linear, Place
 from engine.models.description import ExpertsConfig
 from engine.models.grouped_product import Groups
-from engine.models.shard import Span, places_of_columns, places_of_rows
+from engine.models.shard import Shard, Span, places_of_columns, places_of_rows
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 """From gates and ups `[num_tokens, 2 * inner_size]` what goes into the second product, `[num_tokens, inner_size]`."""
@@ -110,21 +110,22 @@ class ExpertMLPs:
 
 class Experts:
     """A router and the experts that it chooses from. If several ranks share a model, each has a part of every expert,
-    or some experts whole, and what it gives is a summand."""
+    or some experts whole."""
 
     def __init__(
         self,
         config: ExpertsConfig,
         hidden_size: int,
         activation: Activation,
-        span: Span,
+        shard: Shard,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`span`: the experts that are here; not all only on a CPU."""
+        """Not all experts are here only on a CPU."""
         self.config = config
-        self._span = span
+        self._span = span = shard.experts
+        self._group, self._dealt = shard.group, shard.dealt
         self.router = Linear(hidden_size, config.num_experts, bias=False, is_head=True, dtype=dtype, device=device)
         inner = config.inner_size
         sizes = ((hidden_size, 2 * inner), (inner, hidden_size))
@@ -139,11 +140,24 @@ class Experts:
         self.mlps = ExpertMLPs(gate_ups, downs, activation, span=span)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[num_tokens, hidden_size]`; the result is like it."""
+        """What all ranks' experts give to `x` `[num_tokens, hidden_size]`, like it; no tokens on a data rank without a
+        row."""
+        chosen, shares = self.route(x)
+        if self._dealt is not None:
+            return self._dealt(self.mlps, x, chosen, shares)
+        given = self.mlps(x, chosen, shares)
+        self._group.all_reduce(given)
+        return given
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which experts each token takes, int64, and its shares, float32: both `[num_tokens, per_token]`."""
+        if not len(x):
+            nothing = (0, self.config.per_token)
+            return torch.empty(nothing, dtype=torch.long), torch.empty(nothing)
         shares, chosen = self.router(x).float().softmax(-1).topk(self.config.per_token, dim=-1)
         if self.config.normalises:
             shares = shares / shares.sum(-1, keepdim=True)
-        return self.mlps(x, chosen, shares)
+        return chosen, shares
 
     def places(self, span: Span) -> dict[str, Place]:
         """`span`: of each expert's inner elements, those that are here."""

@@ -70,7 +70,7 @@ class DecoderLayer:
         self.mlp: MLP | None = None
         self.experts: Experts | None = None
         if config.experts is not None and config.experts.layers[index]:
-            self.experts = Experts(config.experts, hidden, config.activation, shard.experts, dtype=dtype, device=device)
+            self.experts = Experts(config.experts, hidden, config.activation, shard, dtype=dtype, device=device)
         else:
             self.mlp = MLP(shard, dtype=dtype, device=device)
 
@@ -116,16 +116,13 @@ class DecoderLayer:
     def add_experts(self, hidden: torch.Tensor) -> None:
         """The second half of a layer that has experts, in place; nothing for others."""
         if self.experts is not None:
-            data_ranks = self._shard.data_ranks
-            if data_ranks is None:
-                given = self.experts(self.mlp_norm(hidden))
-                self._group.all_reduce(given)
-            else:
+            normed = self.mlp_norm(hidden) if len(hidden) else hidden
+            if self._shard.data_ranks is not None:
                 # In one dtype: which one `hidden` has depends on how many tokens a rank has.
-                normed = self.mlp_norm(hidden) if len(hidden) else hidden
-                given = data_ranks.sum_own(self.experts(data_ranks.join(normed.to(self._dtype))))
-                if not len(hidden):
-                    return
+                normed = normed.to(self._dtype)
+            given = self.experts(normed)
+            if not len(hidden):  # a data rank without a row has computed those of others
+                return
             hidden.add_(given if self.down_norm is None else self.down_norm(given))
 
     def places(self) -> dict[str, Place]:

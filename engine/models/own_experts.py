@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from common.errors import InternalError
 from common.process.allocator import give_back_freed
 from engine.kernels.library import Activation, Kernels
 from engine.layers import Linear
 from engine.models.experts import ExpertMLPs, Gate
 from engine.models.shard import Span
+from engine.ranks.dealt_experts import DealtExperts
 
 _INTERFACE = "transformers.integrations.moe"
 
@@ -26,11 +28,24 @@ class OwnExperts(nn.Module):
         super().__init__()
         self.mlps = mlps
         self.num_experts = num_experts
+        self.dealt: DealtExperts | None = None  # if other ranks have the others; None: what these give is all
+        self._like: tuple[int, torch.dtype, int] | None = None  # of the last call: width and dtype, experts per token
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return self.mlps(hidden_states, top_k_index, top_k_weights)
+        self._like = hidden_states.shape[1], hidden_states.dtype, top_k_index.shape[1]
+        if self.dealt is None:
+            return self.mlps(hidden_states, top_k_index, top_k_weights)
+        return self.dealt(self.mlps, hidden_states, top_k_index, top_k_weights)
+
+    def compute_for_others(self) -> None:
+        """Of a step of which this data rank has no row. It was called before, with rows."""
+        if self._like is None:
+            raise InternalError("experts do not know yet what tokens look like")
+        width, dtype, per_token = self._like
+        nobody = torch.empty((0, per_token))
+        self(torch.empty((0, width), dtype=dtype), nobody.long(), nobody)
 
 
 def is_experts(module: nn.Module) -> bool:

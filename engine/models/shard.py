@@ -24,6 +24,7 @@ from engine.layers import Linear, Place, place_of_part
 from engine.loading.checkpoints.part import NOTHING, Part
 from engine.models.description import DecoderConfig
 from engine.ranks.data_ranks import DataRanks
+from engine.ranks.dealt_experts import DealtExperts, OfOwnTokens, OfSameTokens
 from engine.ranks.group import OneRank, RankGroup
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Shard:
     experts: Span  # that it has a part of, or all; none if the model has none
     expert_inner: Span  # of each of those
     vocabulary: Span  # rows of embedding and head; equal on all ranks but for the last ones, which have fewer
+    dealt: DealtExperts | None = None  # of each layer, if ranks have some experts whole; None: a part of each
     data_ranks: DataRanks | None = None  # ranks that have all but experts whole, and tokens of their own
 
     @property
@@ -79,13 +81,23 @@ class Shard:
         return self.group.rank == 0
 
 
+def dealing_flag(group: RankGroup) -> str:
+    """The flag that asks for experts to be dealt out over these ranks, and its value."""
+    name = "--data-parallel-size" if isinstance(group, DataRanks) else "--expert-parallel-size"
+    return f"{name} {group.size}"
+
+
 def dealt_out(num_experts: int, group: RankGroup) -> Span:
     """The experts that this rank has whole. Raises `StartupError` if one of the ranks has none."""
     size, rank = group.size, group.rank
     if num_experts < size:
-        flag = "--data-parallel-size" if isinstance(group, DataRanks) else "--expert-parallel-size"
-        raise StartupError(f"{flag} {size} leaves a rank without any of {num_experts} experts")
+        raise StartupError(f"{dealing_flag(group)} leaves a rank without any of {num_experts} experts")
     return Span(rank * num_experts // size, (rank + 1) * num_experts // size, num_experts)
+
+
+def dealt_experts(num_experts: int, group: RankGroup) -> DealtExperts:
+    """How a layer's experts that are dealt out over these ranks come to their tokens."""
+    return (OfOwnTokens if isinstance(group, DataRanks) else OfSameTokens)(group, num_experts)
 
 
 def log_dealt_out(experts: Span) -> None:
@@ -102,7 +114,13 @@ def shard_of(whole: DecoderConfig, group: RankGroup, *, deals_experts: bool = Fa
                 f"--data-parallel-size {group.size}: this model has no experts; start more workers instead"
             )
         alone = shard_of(whole, OneRank())
-        return replace(alone, experts=dealt_out(whole.experts.num_experts, group), data_ranks=group)
+        num_experts = whole.experts.num_experts
+        return replace(
+            alone,
+            experts=dealt_out(num_experts, group),
+            dealt=dealt_experts(num_experts, group),
+            data_ranks=group,
+        )
     size, rank = group.size, group.rank
     flag = f"--tensor-parallel-size {size}"
 
@@ -135,7 +153,8 @@ def shard_of(whole: DecoderConfig, group: RankGroup, *, deals_experts: bool = Fa
         raise StartupError(f"{flag} leaves a rank without any of {whole.vocab_size} rows of the vocabulary")
     config = replace(whole, num_heads=heads.size, num_kv_heads=kv_heads.size, inner_size=inner.size, experts=experts)
     vocabulary = Span(rank * rows, min((rank + 1) * rows, whole.vocab_size), whole.vocab_size)
-    return Shard(group, config, heads, kv_heads, inner, dealt, expert_inner, vocabulary)
+    exchange = dealt_experts(experts.num_experts, group) if experts is not None and deals_experts else None
+    return Shard(group, config, heads, kv_heads, inner, dealt, expert_inner, vocabulary, exchange)
 
 
 def places_of_rows(linear: Linear, spans: Mapping[str, Span], merged_name: str = "") -> dict[str, Place]:

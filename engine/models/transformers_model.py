@@ -42,13 +42,12 @@ from engine.models.base import CausalLM
 from engine.models.fixed_rope import fix_frequencies, longrope_variant
 from engine.models.latent import keep_latents
 from engine.models.leftovers import is_leftover
-from engine.models.own_experts import experts_of, is_experts, own_experts
+from engine.models.own_experts import OwnExperts, experts_of, is_experts, own_experts
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
 from engine.models.shard import dealt_out, log_dealt_out
-from engine.models.transformers_shard import add_up, load_shard, shard_of_transformers
+from engine.models.transformers_shard import TransformersShard, add_up, load_shard, shard_of_transformers
 from engine.models.verified import COMPARED_WITH
-from engine.ranks.data_ranks import DataRanks
 from engine.ranks.group import RankGroup
 
 if TYPE_CHECKING:
@@ -115,11 +114,7 @@ class TransformersModel(CausalLM):
         import transformers
 
         self._shard = None
-        if isinstance(group, DataRanks):
-            raise StartupError(
-                f"--data-parallel-size {group.size}: model type {config.model_type} runs on transformers' code, whose "
-                "experts cannot be shared so; take --tensor-parallel-size with --expert-parallel-size"
-            )
+        self._experts_in_order: list[OwnExperts] = []  # as a forward pass calls them, if they are dealt out
         if group is not None and group.size > 1:
             self._shard = shard_of_transformers(config, group, deals_experts=deals_experts)
         if self._shard is not None:
@@ -241,7 +236,7 @@ class TransformersModel(CausalLM):
         try:
             with self._as_current(probe):
                 hidden = self._run(tokens, torch.arange(2, device=self._device))
-            self.hidden_size = hidden.shape[1]
+            self.hidden_size, self.states_dtype = hidden.shape[1], hidden.dtype
             self.vocab_size = self.logits(hidden).shape[1]
         finally:
             hook.remove()
@@ -294,10 +289,12 @@ class TransformersModel(CausalLM):
         num_swapped += swap_heads(self._heads, self._base, kernels)
         if self._shard is not None:
             add_up(self._base, self._shard)
+            self._join_experts(self._shard)
         give_back_freed()
         if quantises:
             self._say_what_is_not_quantised(num_swapped)
-        self._look_at_layers()  # with what was put in
+        with self._noting_experts():
+            self._look_at_layers()  # with what was put in
         log.info(
             "the model's layers are those of transformers",
             extra={
@@ -306,6 +303,28 @@ class TransformersModel(CausalLM):
                 "compared_with": COMPARED_WITH,
             },
         )
+
+    def _join_experts(self, shard: TransformersShard) -> None:
+        """From now on experts that are dealt out give what those of all ranks give."""
+        for module in self._base.modules() if shard.deals_experts else ():
+            if isinstance(module, OwnExperts):
+                module.dealt = shard.dealt_experts(module.num_experts)
+
+    @contextmanager
+    def _noting_experts(self) -> Iterator[None]:
+        """Notes in which order a forward pass calls experts that are dealt out."""
+
+        def note(module: nn.Module, _inputs: object) -> None:
+            if isinstance(module, OwnExperts):
+                self._experts_in_order.append(module)
+
+        dealt = [module for module in self._base.modules() if isinstance(module, OwnExperts) and module.dealt]
+        hooks = [module.register_forward_pre_hook(note) for module in dealt]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _say_what_is_not_quantised(self, num_quantised: int) -> None:
         """Logs which matrices keep their precision, such as experts in one tensor, by the class of their module."""
@@ -330,6 +349,10 @@ class TransformersModel(CausalLM):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
+        if not len(token_ids):  # a data rank without a row: others need its experts
+            for experts in self._experts_in_order:
+                experts.compute_for_others()
+            return torch.empty((0, self.hidden_size), dtype=self.states_dtype)
         step = Step(attention, between_layers, self.num_kv_heads, self.head_dim)
         with self._as_current(step):
             hidden = self._run(token_ids, positions)

@@ -4,7 +4,7 @@ The model is built from a config with this rank's numbers of heads and inner ele
 smaller model. transformers' own plan for tensor parallelism says which weights are cut, and how: results of `colwise`
 layers, inputs of `rowwise` layers, whose results the ranks add up. Whatever the plan leaves whole is on every rank:
 embedding, head, norms, routers. Experts are cut like that, too, or each rank has some of them whole (expert
-parallelism). Of the files no more is read than this rank has.
+parallelism). Of data ranks each has all but some experts. Of the files no more is read than this rank has.
 
 Code may use the number of a head in a way that shapes do not show. So only model types are served that were compared
 with one rank (`SHARED`).
@@ -28,7 +28,9 @@ from common.model_files import ModelFiles
 from engine.loading.checkpoints.checkpoint import readable
 from engine.loading.checkpoints.part import Part
 from engine.models.own_experts import is_experts
-from engine.models.shard import Span, dealt_out
+from engine.models.shard import Span, dealing_flag, dealt_experts, dealt_out
+from engine.ranks.data_ranks import DataRanks
+from engine.ranks.dealt_experts import DealtExperts
 from engine.ranks.group import RankGroup
 
 if TYPE_CHECKING:
@@ -112,6 +114,10 @@ class TransformersShard:
     plan: Mapping[str, str]  # styles by module or parameter, with * for numbers
     kv_shard: tuple[int, int]  # which part of the KV heads is here, of how many
     deals_experts: bool  # each rank has some whole, in place of a part of each
+    num_cuts: int  # into how many parts `config` cuts inner sizes
+
+    def dealt_experts(self, num_experts: int) -> DealtExperts:
+        return dealt_experts(num_experts, self.group)
 
     def style_of(self, name: str) -> str:
         """Of a parameter; empty if it is on every rank."""
@@ -120,9 +126,10 @@ class TransformersShard:
         return style if style in _CUT else ""
 
     def summed(self, base: nn.Module) -> Iterator[nn.Module]:
-        """The modules whose results the ranks add up."""
+        """The modules whose results the ranks add up. Experts that are dealt out see to that themselves."""
+        styles = ("rowwise",) if self.deals_experts else ("rowwise", _EXPERTS)
         for name, module in base.named_modules():
-            if self.plan.get(_generic(name)) in ("rowwise", _EXPERTS):
+            if self.plan.get(_generic(name)) in styles:
                 yield module
 
     def keep_dealt(self, base: nn.Module) -> dict[str, Span]:
@@ -135,15 +142,15 @@ class TransformersShard:
                 continue
             if not is_experts(module) or module.has_bias:
                 raise StartupError(
-                    f"--expert-parallel-size {self.group.size}: the experts of model type {self.config.model_type} "
-                    "cannot be dealt out; leave it at 1"
+                    f"{dealing_flag(self.group)}: the experts of model type {self.config.model_type} cannot be "
+                    "dealt out; leave it at 1"
                 )
             for key, inner in (("gate_up_proj", 1), ("down_proj", 2)):
                 weight = getattr(module, key)
                 sizes = list(weight.shape)
                 span = spans[f"{name}.{key}"] = dealt_out(sizes[0], self.group)
                 sizes[0] = span.size
-                sizes[3 - inner if module.is_transposed else inner] *= self.group.size
+                sizes[3 - inner if module.is_transposed else inner] *= self.num_cuts
                 setattr(module, key, nn.Parameter(weight.new_empty(sizes, device="meta"), requires_grad=False))
         return spans
 
@@ -179,9 +186,10 @@ def _share(count: int, rank: int, size: int, name: str) -> tuple[int, int]:
 def shard_of_transformers(
     config: PreTrainedConfig, group: RankGroup, *, deals_experts: bool = False
 ) -> TransformersShard:
-    """`deals_experts`: each rank has some experts whole, in place of a part of each. Raises `StartupError` that names
-    what the ranks cannot share. Reads no weights."""
-    flag = f"--tensor-parallel-size {group.size}"
+    """`deals_experts`: each rank has some experts whole, in place of a part of each; data ranks have them so in any
+    case. Raises `StartupError` that names what the ranks cannot share. Reads no weights."""
+    is_data = isinstance(group, DataRanks)
+    flag = f"--{'data' if is_data else 'tensor'}-parallel-size {group.size}"
     model_type = str(config.model_type)
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     if model_type not in SHARED or not plan:
@@ -189,6 +197,11 @@ def shard_of_transformers(
             f"{flag}: model type {model_type} runs on transformers' code and was not compared on several ranks; "
             "Baton's own decoders can be shared, and what docs/models.md lists"
         )
+    if is_data:
+        plan = {name: style for name, style in plan.items() if style == _EXPERTS}
+        if not plan:
+            raise StartupError(f"{flag}: this model has no experts; start more workers instead")
+        return TransformersShard(group, copy.deepcopy(config), plan, (0, 1), deals_experts=True, num_cuts=1)
     if deals_experts and _EXPERTS not in plan.values():
         raise StartupError(f"--expert-parallel-size {group.size}: this model has no experts")
     plan = _MLP_PLAN | plan
@@ -221,7 +234,7 @@ def shard_of_transformers(
             if size % group.size:
                 raise StartupError(f"{flag} does not divide {size}, the {key} of config.json")
             setattr(own, key, size // group.size)
-    return TransformersShard(group, own, plan, kv_shard, deals_experts)
+    return TransformersShard(group, own, plan, kv_shard, deals_experts, num_cuts=group.size)
 
 
 class _Slice:

@@ -1,7 +1,7 @@
 """Data parallelism: each rank has all of a mixture but its experts, computes attention for some of a step's rows, and
-some experts for the tokens of all ranks.
+some experts for the tokens of all ranks (`engine.ranks.dealt_experts`).
 
-All ranks are told whole steps and deal them out by the same rule, so each knows how many tokens the others have.
+All ranks are told whole steps and deal them out by the same rule, so each knows which rows the others have.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ class DataRanks:
     def __init__(self, group: RankGroup) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
-        self._counts = [0] * group.size
-
-    def begin(self, counts: Sequence[int]) -> None:
-        """Of a step: how many tokens each rank has."""
-        self._counts = list(counts)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         self._group.all_reduce(values)
@@ -32,24 +27,19 @@ class DataRanks:
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return self._group.all_gather(values)
 
-    def join(self, own: torch.Tensor) -> torch.Tensor:
-        """From this rank's tokens `[counts[rank], width]` to all ranks' `[sum(counts), width]`, by rank."""
-        return self.join_rows(own, self._counts)
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        return self._group.all_to_all(rows, counts, num_from)
 
-    def join_rows(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """The same with other numbers of rows. What a rank sends is as long as the longest part."""
+    def join(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """From this rank's rows `[counts[rank], width]` to all ranks' `[sum(counts), width]`, by rank. What a rank
+        sends is as long as the longest part."""
         width, most = own.shape[1], max(counts)
         padded = own.new_zeros(most, width)
         padded[: len(own)] = own
         parts = self._group.all_gather(padded.view(-1)).view(self.size, most, width)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    def sum_own(self, given: torch.Tensor) -> torch.Tensor:
-        """From a summand for all ranks' tokens, as `join` gave them, to the sums of this rank's tokens."""
-        given = given.contiguous()
-        self._group.all_reduce(given)
-        start = sum(self._counts[: self.rank])
-        return given[start : start + self._counts[self.rank]]
 
 
 def deal(rows: Sequence[StepRow], size: int, block_size: int, hidden_size: int) -> list[list[int]]:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Store, Work
+    from torch.distributed import ProcessGroupGloo
 
 LONGEST_WAIT_S = 300.0
 """Default bound of one collective of a `GlooGroup`: others may still read their weights."""
+WHOLE_SUM_BYTES = 32 << 10
+"""Up to so many bytes each rank adds up all values itself. Of more, each adds up a part and sends the sums to the
+others. `exchange.cpp` has the same number."""
 
 
 class RankGroup(Protocol):
     """One process's place among those that compute one model together.
 
     All ranks ask for the same collectives, with tensors of the same shape and dtype, in the same order: each waits for
-    all others. Tensors lie on the device that the rank computes on. Only the thread that computes may ask.
+    all others. Only in `all_to_all` they may have unlike numbers of rows. Tensors lie on the device that the rank
+    computes on. Only the thread that computes may ask.
     """
 
     rank: int  # of `size`, from 0
@@ -31,6 +37,15 @@ class RankGroup(Protocol):
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """From `[..., n]` of any dtype to `[..., size * n]`, contiguous: the ranks' values in the order of ranks."""
+
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Sends each rank rows of its own. `rows` `[sum(counts), width]` of any dtype: the first `counts[0]` are for
+        rank 0, and so on; all ranks have the same width. Returns the rows for this rank `[sum(num_from), width]`,
+        contiguous, in the order of the ranks that sent them, and how many each sent. `num_from`: the same numbers, if
+        they are known: some groups would have to ask for them. Wrong ones raise an error."""
+        ...
 
 
 class OneRank:
@@ -45,29 +60,82 @@ class OneRank:
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
+    def all_to_all(
+        self,
+        rows: torch.Tensor,
+        counts: Sequence[int],
+        num_from: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, list[int]]:
+        return rows, list(counts)
 
-class AddingGroup(ABC):
-    """Every rank gets the values of all others, and adds them up itself: an all-reduce sends `size` times as many bytes
-    as it has to."""
+
+class GlooCollectives(ABC):
+    """Ranks that talk by Gloo over sockets. What is added up, each rank adds up itself from all ranks' values, so all
+    have the same bits."""
 
     rank: int
     size: int
+    _group: ProcessGroupGloo
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        total = torch.zeros(values.shape, dtype=torch.float32)
-        for part in self._parts_of(values):
-            total.add_(part)
-        values.copy_(total)
+        if self.size == 2 or values.nbytes <= WHOLE_SUM_BYTES:
+            values.copy_(_sum(self._parts_of(values)))
+            return
+        flat = values.view(-1)
+        width = -(-len(flat) // self.size)
+        counts = [len(flat[rank * width : (rank + 1) * width]) for rank in range(self.size)]
+        own = counts[self.rank]
+        parts, _ = self.all_to_all(flat[:, None], counts, [own] * self.size)
+        sums = flat.new_zeros(width)
+        sums[:own] = _sum(parts.view(self.size, own).unbind())
+        flat.copy_(self.all_gather(sums)[: len(flat)])
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._parts_of(values), dim=-1)
 
-    @abstractmethod
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        if num_from is None:
+            ones = [1] * self.size
+            num_from = self._exchange(torch.tensor(counts)[:, None], ones, ones).flatten().tolist()
+        return self._exchange(rows, counts, num_from), list(num_from)
+
     def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's `values`."""
+        own = _as_bytes(values)
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(self._group.allgather([parts], [own]))  # type: ignore[attr-defined]  # missing in torch's stubs
+        return [part.view(values.dtype).view(values.shape).to(values.device) for part in parts]
+
+    def _exchange(self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int]) -> torch.Tensor:
+        """The rows of `all_to_all`."""
+        width = rows.shape[1]
+        row_bytes = width * rows.itemsize
+        came = torch.empty(sum(num_from) * row_bytes, dtype=torch.uint8)
+        sizes = ([num * row_bytes for num in of_ranks] for of_ranks in (num_from, counts))
+        self._wait(self._group.alltoall_base(came, _as_bytes(rows), *sizes))
+        return came.view(rows.dtype).view(-1, width).to(rows.device)
+
+    @abstractmethod
+    def _wait(self, work: Work) -> None:
+        """Until a collective has ended. Raises what it failed with."""
 
 
-class GlooGroup(AddingGroup):
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32, in their order."""
+    total = torch.zeros(parts[0].shape, dtype=torch.float32)
+    for part in parts:
+        total.add_(part)
+    return total
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """All of `values`, `[num_bytes]`, as Gloo doesn't know all dtypes."""
+    return values.cpu().contiguous().view(-1).view(torch.uint8)
+
+
+class GlooGroup(GlooCollectives):
     """Ranks that talk over sockets, on one host or several. The reference that other groups are compared with."""
 
     def __init__(self, store: Store, rank: int, size: int, *, longest_wait_s: float = LONGEST_WAIT_S) -> None:
@@ -78,9 +146,5 @@ class GlooGroup(AddingGroup):
         self.rank, self.size = rank, size
         self._group = ProcessGroupGloo(store, rank, size, timedelta(seconds=longest_wait_s))
 
-    def _parts_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """They travel as bytes, since Gloo doesn't know all dtypes."""
-        own = values.cpu().contiguous().view(-1).view(torch.uint8)
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        self._group.allgather([parts], [own]).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
-        return [part.view(values.dtype).view(values.shape).to(values.device) for part in parts]
+    def _wait(self, work: Work) -> None:
+        work.wait()

@@ -10,13 +10,13 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 
 import torch
 
-from common.errors import LostRankError, StartupError
+from common.errors import InternalError, LostRankError, StartupError
 from engine.kernels.build import EXCHANGE, library_file
 
 SLOT_BYTES = 1 << 20  # values of one turn; more are exchanged slot by slot, while they are in a core's cache
@@ -40,6 +40,8 @@ def exchange_library() -> ctypes.CDLL | None:
         "baton_exchange_fail": (None, (c_void_p,)),
         "baton_add_up": (c_int, (c_void_p, c_void_p, c_int, c_int64)),
         "baton_gather": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+        "baton_send": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
+        "baton_receive": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
@@ -109,6 +111,23 @@ class SharedMemoryGroup:
             rows = values.nbytes // row_bytes
             self._check(self._library.baton_gather(self._exchange, values.data_ptr(), rows, row_bytes, out.data_ptr()))
         return out
+
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Raises `LostRankError` as `all_reduce` does, and `InternalError` if ranks send other numbers of rows than
+        `num_from`."""
+        rows = rows.contiguous()
+        width = rows.shape[1]
+        row_bytes, ints = width * rows.itemsize, c_int64 * self.size
+        sent, came = ints(*counts), ints()
+        self._check(self._library.baton_send(self._exchange, rows.data_ptr(), sent, row_bytes, came))
+        of_ranks = list(came)
+        if num_from is not None and of_ranks != list(num_from):
+            raise InternalError(f"{of_ranks} rows came from the ranks, not {list(num_from)}")
+        out = torch.empty((sum(of_ranks), width), dtype=rows.dtype)
+        self._check(self._library.baton_receive(self._exchange, rows.data_ptr(), row_bytes, out.data_ptr()))
+        return out, of_ranks
 
     def fail(self) -> None:
         """Tells the others that this rank will not go on: they wait for it in vain from now on."""

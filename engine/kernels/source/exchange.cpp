@@ -23,6 +23,7 @@
 #include <climits>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define BATON extern "C" __attribute__((visibility("default")))
 
@@ -103,7 +104,8 @@ class Exchange {
     // `has_core`: others that are waited for run meanwhile, so that it is worth to wait on the core.
     Exchange(void* memory, int rank, int size, int64_t slot_bytes, bool has_core, IsLost is_lost)
         : lines_(static_cast<RankLine*>(memory)), slots_(reinterpret_cast<uint8_t*>(lines_ + size)), rank_(rank),
-          size_(size), slot_bytes_(slot_bytes), spins_(has_core ? SPINS : 0), is_lost_(is_lost) {}
+          size_(size), slot_bytes_(slot_bytes), spins_(has_core ? SPINS : 0), is_lost_(is_lost),
+          num_sent_(size_t(size) * size) {}
 
     static int64_t memory_bytes(int size, int64_t slot_bytes) { return size * (sizeof(RankLine) + 2 * slot_bytes); }
 
@@ -145,7 +147,82 @@ class Exchange {
         return -1;
     }
 
+    // All to all, in two halves: how many rows come is known after the first, and so where they go. Both return the rank
+    // that is lost, or -1.
+    //
+    // A rank's rows for others are one run of bytes, which passes through its slot piece by piece. The first piece has
+    // the numbers of rows before it. `from` [sum of counts, row_bytes]: the first `counts[0]` rows are for rank 0, and
+    // so on. `num_from` [size]: how many rows come from each rank.
+    int send(const uint8_t* from, const int64_t* counts, int64_t row_bytes, int64_t* num_from) {
+        turn_++;
+        std::memcpy(slot<uint8_t>(rank_), counts, counts_bytes());
+        std::memcpy(num_sent_.data() + rank_ * size_, counts, counts_bytes());
+        write_piece(from, row_bytes, 0, slot_bytes_ - counts_bytes(), slot<uint8_t>(rank_) + counts_bytes());
+        if (int lost = meet(); lost >= 0) return lost;
+        for (int rank = 0; rank < size_; rank++) {
+            std::memcpy(num_sent_.data() + rank * size_, slot<uint8_t>(rank), counts_bytes());
+            num_from[rank] = num_sent(rank, rank_);
+        }
+        return -1;
+    }
+
+    // Right after `send`, of the same rows. `to` [sum of num_from, row_bytes].
+    int receive(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
+        int64_t longest = 0;
+        for (int rank = 0; rank < size_; rank++) longest = std::max(longest, num_for_others(rank) * row_bytes);
+        int64_t skipped = counts_bytes();
+        for (int64_t start = 0;;) {
+            const int64_t num = slot_bytes_ - skipped;
+            read_piece(from, row_bytes, start, num, skipped, to);
+            start += num;
+            if (start >= longest) return -1;
+            skipped = 0;
+            turn_++;
+            write_piece(from, row_bytes, start, slot_bytes_, slot<uint8_t>(rank_));
+            if (int lost = meet(); lost >= 0) return lost;
+        }
+    }
+
    private:
+    int64_t counts_bytes() const { return size_ * int64_t(sizeof(int64_t)); }
+    int64_t num_sent(int from, int to) const { return num_sent_[from * size_ + to]; }
+
+    // Rows that `from` sends to ranks before `to`, but for itself.
+    int64_t num_before(int from, int to) const {
+        int64_t num = 0;
+        for (int rank = 0; rank < to; rank++)
+            if (rank != from) num += num_sent(from, rank);
+        return num;
+    }
+
+    int64_t num_for_others(int from) const { return num_before(from, size_); }
+
+    // Bytes `start` to `start + num` of what this rank has for others, or as many of them as there are.
+    void write_piece(const uint8_t* from, int64_t row_bytes, int64_t start, int64_t num, uint8_t* out) const {
+        const int64_t own = num_before(rank_, rank_) * row_bytes;  // where the rows for itself stand, left out
+        const int64_t end = std::min(start + num, num_for_others(rank_) * row_bytes);
+        if (start >= end) return;
+        const int64_t middle = std::clamp(own, start, end);
+        std::memcpy(out, from + start, middle - start);
+        std::memcpy(out + (middle - start), from + num_sent(rank_, rank_) * row_bytes + middle, end - middle);
+    }
+
+    // What of those bytes of each rank is for this one. They lie `skipped` bytes behind the beginning of its slot.
+    void read_piece(const uint8_t* from, int64_t row_bytes, int64_t start, int64_t num, int64_t skipped, uint8_t* to) const {
+        for (int rank = 0; rank < size_; rank++) {
+            const int64_t size = num_sent(rank, rank_) * row_bytes;
+            if (rank == rank_) {
+                if (start == 0) std::memcpy(to, from + num_before(rank_, rank_) * row_bytes, size);
+            } else {
+                const int64_t begin = num_before(rank, rank_) * row_bytes;
+                const int64_t first = std::max(begin, start), end = std::min(begin + size, start + num);
+                if (first < end)
+                    std::memcpy(to + (first - begin), slot<uint8_t>(rank) + skipped + (first - start), end - first);
+            }
+            to += size;
+        }
+    }
+
     template <class T>
     T* slot(int rank) const {
         return reinterpret_cast<T*>(slots_ + (2 * rank + (turn_ & 1)) * slot_bytes_);
@@ -245,6 +322,7 @@ class Exchange {
     int spins_;
     IsLost is_lost_;
     uint32_t turn_ = 0;
+    std::vector<int64_t> num_sent_;  // in an all to all, by who sends and who receives
 };
 
 }  // namespace
@@ -257,10 +335,16 @@ BATON Exchange* baton_exchange(
 BATON void baton_exchange_end(Exchange* exchange) { delete exchange; }
 BATON void baton_exchange_fail(Exchange* exchange) { exchange->fail(); }
 
-// Both return the rank that is lost, or -1.
+// All return the rank that is lost, or -1.
 BATON int baton_add_up(Exchange* exchange, void* values, int is_bf16, int64_t count) {
     return is_bf16 ? exchange->add_up(static_cast<bf16*>(values), count) : exchange->add_up(static_cast<float*>(values), count);
 }
 BATON int baton_gather(Exchange* exchange, const void* from, int64_t rows, int64_t row_bytes, void* to) {
     return exchange->gather(static_cast<const uint8_t*>(from), rows, row_bytes, static_cast<uint8_t*>(to));
+}
+BATON int baton_send(Exchange* exchange, const void* from, const int64_t* counts, int64_t row_bytes, int64_t* num_from) {
+    return exchange->send(static_cast<const uint8_t*>(from), counts, row_bytes, num_from);
+}
+BATON int baton_receive(Exchange* exchange, const void* from, int64_t row_bytes, void* to) {
+    return exchange->receive(static_cast<const uint8_t*>(from), row_bytes, static_cast<uint8_t*>(to));
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -90,7 +90,8 @@ def _serve(pipe: Connection, rank: int, folder: Path) -> None:
 
 @dataclass(slots=True)
 class CountingGroup:
-    """A group that notes what it was asked for: the name, the tensor's shape and dtype."""
+    """A group that notes what it was asked for: the name, the tensor's shape and dtype; of an all-to-all the rows that
+    go to others."""
 
     group: RankGroup
     asked: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
@@ -112,6 +113,13 @@ class CountingGroup:
         self.asked.append(("all_gather", tuple(values.shape), values.dtype))
         return self.group.all_gather(values)
 
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        assert sum(counts) == len(rows)
+        self.asked.append(("all_to_all", (sum(counts) - counts[self.rank], rows.shape[1]), rows.dtype))
+        return self.group.all_to_all(rows, counts, num_from)
+
 
 @dataclass(slots=True)
 class Nobody:
@@ -125,3 +133,8 @@ class Nobody:
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         raise AssertionError("an all-gather")
+
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[int], num_from: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        raise AssertionError("an all-to-all")

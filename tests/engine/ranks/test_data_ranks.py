@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from common.sampling import SamplingParams
 from engine.device_thread import DeviceThread
 from engine.devices import open_device
 from engine.local.device import LocalDevice
+from engine.models.decoder import Decoder
 from engine.ranks.data_ranks import DataRanks, deal
 from engine.ranks.group import RankGroup
 from engine.ranks.shared_memory import exchange_library
@@ -31,6 +36,20 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture that runs on transformers' code; its first layer has no experts, and all others a shared one."""
+    flags = {
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    }
+    return make_model(tmp_path_factory.mktemp("models") / "theirs", flags)
+
+
+@pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "dense")
 
@@ -44,9 +63,20 @@ def test_answers_are_those_of_one_rank(mixture: Path, num_ranks: int, mode: str,
     requests that give their blocks up and come back, steps that begin before others have ended."""
     changes = {"num_blocks": 9, "preemption_mode": mode, "swap_space_gb": 0.01, "host_cache_gb": 0.001}
     changes["kernels"] = kernels
+    check_answers(mixture, num_ranks, **changes)
+
+
+@needs_library
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.slow)])
+def test_answers_of_transformers_code_are_those_of_one_rank(theirs: Path, num_ranks: int, kernels: str) -> None:
+    check_answers(theirs, num_ranks, num_blocks=9, preemption_mode="recompute", kernels=kernels)
+
+
+def check_answers(model: Path, num_ranks: int, **changes: object) -> None:
     settings = settings_of(1, **changes)
-    wanted, _ = answers(LocalDevice(mixture, settings), settings)
-    with ranked(mixture, 1, data_parallel_size=num_ranks, **changes) as device:
+    wanted, _ = answers(LocalDevice(model, settings), settings)
+    with ranked(model, 1, data_parallel_size=num_ranks, expert_parallel_size=num_ranks, **changes) as device:
         assert len(device.planes()) == 1
         assert device.kernels_name.endswith(f", {num_ranks} ranks, requests and experts dealt out")
         thread = DeviceThread(device)
@@ -58,9 +88,12 @@ def test_answers_are_those_of_one_rank(mixture: Path, num_ranks: int, mode: str,
 
 
 @needs_library
-def test_every_kind_of_row(mixture: Path) -> None:
-    expected = LocalDevice(mixture, settings_of(1)).compute(rows())
-    with ranked(mixture, 1, data_parallel_size=2) as device:
+@pytest.mark.parametrize("name", ["mixture", "theirs"])
+def test_every_kind_of_row(request: pytest.FixtureRequest, name: str) -> None:
+    """Experts are dealt out whether or not --expert-parallel-size says so."""
+    model: Path = request.getfixturevalue(name)
+    expected = LocalDevice(model, settings_of(1)).compute(rows())
+    with ranked(model, 1, data_parallel_size=2) as device:
         found = device.compute(rows())
     for ours, theirs in zip(found.tokens, expected.tokens, strict=True):
         assert (ours and ours.token_id) == (theirs and theirs.token_id)
@@ -83,37 +116,78 @@ def test_drafted_tokens_stay_with_their_request(mixture: Path) -> None:
         assert device.execute([*chain, *other]) == expected
 
 
-def asked(group: RankGroup, path: Path, steps: list[list[StepRow]]) -> list[list[tuple[str, int]]]:
+@dataclass(slots=True)
+class Exchanged:
+    """Of one step, on one rank."""
+
+    collectives: list[tuple[str, int]]  # bytes that an all-to-all sends to others, that others are told
+    chosen: list[list[list[int]]]  # by layer and own token, numbers of experts
+
+
+def asked(group: RankGroup, path: Path, steps: list[list[StepRow]]) -> list[Exchanged]:
     counting = CountingGroup(group)
     runner = make_runner(path, group=counting, data_parallel_size=group.size)
     runner.kv_cache.zero_()
+    chosen: list[list[list[int]]] = []
+    model = runner._model
+    assert isinstance(model, Decoder)
+    for layer in model.layers:
+        assert layer.experts is not None
+        layer.experts.route = noting(layer.experts.route, chosen)  # type: ignore[method-assign]
     found = []
     for step in steps:
         counting.asked.clear()
+        chosen.clear()
         runner.execute(step)
-        found.append([(name, torch.Size(shape).numel() * dtype.itemsize) for name, shape, dtype in counting.asked])
+        collectives = [(name, math.prod(shape) * dtype.itemsize) for name, shape, dtype in counting.asked]
+        found.append(Exchanged(collectives, list(chosen)))
     return found
 
 
+Route: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def noting(route: Route, into: list[list[list[int]]]) -> Route:
+    def noted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, shares = route(x)
+        into.append(chosen.tolist())
+        return chosen, shares
+
+    return noted
+
+
+def num_travelling(found: Sequence[Exchanged], layer: int, sender: int, receiver: int) -> int:
+    """How many of the sender's tokens chose an expert of the receiver: of 5 experts, 2 ranks have 2 and 3."""
+    return sum(any((expert >= 2) == receiver for expert in token) for token in found[sender].chosen[layer])
+
+
 def test_what_ranks_exchange_in_a_step(ranks: RankProcesses, mixture: Path) -> None:
-    """For each layer one gather, as long as the longest part, and a sum of all tokens; at the end the states that are
-    read. Nothing for attention. A step of one row takes as many exchanges, though one rank has nothing."""
+    """For each layer two all-to-alls: tokens go to a rank whose experts they chose, and what these gave comes back. At
+    the end the states that are read. Nothing for attention. A step of one row takes as many exchanges, though one rank
+    has nothing."""
     likeliest = draw(SamplingParams(temperature=0.0), 0)
     chunk = StepRow(token_ids=[5, 6, 7, 8, 9], num_computed_tokens=0, block_ids=[0], draw=likeliest)
     single = StepRow(token_ids=[5], num_computed_tokens=0, block_ids=[1], draw=likeliest)
     silent = StepRow(token_ids=[5, 6], num_computed_tokens=0, block_ids=[2])
+    steps = [[chunk, single, silent], [single], [silent]]
     token = HIDDEN_SIZE * 4
-    both, one, none = [
-        [("all_gather", longest * token), ("all_reduce", total * token)] * NUM_LAYERS
-        for longest, total in ((5, 8), (1, 1), (2, 2))
-    ]
-    expected = [
-        [*both, ("all_gather", token)],
-        [*one, ("all_gather", token)],
-        [*none, ("all_gather", 4)],
-    ]
-    for found in ranks.run(2, asked, mixture, [[chunk, single, silent], [single], [silent]]):
-        assert found == expected
+    with_choice = token + 2 * (4 + 4)  # number and share of each expert
+    states = [token, token, 4]
+    num_tokens = [(5, 3), (1, 0), (2, 0)]
+    by_rank = ranks.run(2, asked, mixture, steps)
+    for number in range(len(steps)):
+        found = [each[number] for each in by_rank]
+        for rank, each in enumerate(found):
+            assert [len(chosen) for chosen in each.chosen] == [num_tokens[number][rank]] * NUM_LAYERS
+            expected = []
+            for layer in range(NUM_LAYERS):
+                expected.append(("all_to_all", num_travelling(found, layer, rank, 1 - rank) * with_choice))
+                expected.append(("all_to_all", num_travelling(found, layer, 1 - rank, rank) * token))
+            assert each.collectives == [*expected, ("all_gather", states[number])]
+        # All ranks given all tokens, each part as long as the longest, and a sum of all tokens.
+        all_tokens = NUM_LAYERS * token * (2 * max(num_tokens[number]) + 2 * sum(num_tokens[number]))
+        travelled = sum(size for each in found for name, size in each.collectives if name == "all_to_all")
+        assert travelled < all_tokens
 
 
 def row(num_new: int, num_computed: int, blocks: list[int]) -> StepRow:
@@ -138,21 +212,16 @@ def test_rows_that_need_each_other_are_dealt_out_together() -> None:
     assert deal([row(1, 17, [7, 8]), same_prefix], 2, 16, 64) == [[0], [1]]
 
 
-def joined(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks = DataRanks(group)
+def joined(group: RankGroup) -> torch.Tensor:
     counts = [3, 0, 1, 2]
-    ranks.begin(counts)
     own = torch.full((counts[group.rank], 2), float(group.rank))
-    everything = ranks.join(own)
-    return everything, ranks.sum_own(everything + group.rank)
+    return DataRanks(group).join(own, counts)
 
 
-def test_tokens_of_all_ranks_are_joined_and_given_back(ranks: RankProcesses) -> None:
+def test_rows_of_all_ranks_are_joined(ranks: RankProcesses) -> None:
     everything = torch.tensor([0.0, 0.0, 0.0, 2.0, 3.0, 3.0])[:, None].expand(6, 2)
-    for rank, (found, own) in enumerate(ranks.run(4, joined)):
+    for found in ranks.run(4, joined):
         assert torch.equal(found, everything)
-        start, stop = ((0, 3), (3, 3), (3, 4), (4, 6))[rank]
-        assert torch.equal(own, 4 * everything[start:stop] + 6)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +230,7 @@ def test_tokens_of_all_ranks_are_joined_and_given_back(ranks: RankProcesses) -> 
         ({"tensor_parallel_size": 2}, "--data-parallel-size: does not go with --tensor-parallel-size"),
         ({"pipeline_parallel_size": 2}, "--data-parallel-size: does not go with --pipeline-parallel-size"),
         ({"expert_parallel_size": 3}, "--expert-parallel-size: is 1 or as many as --data-parallel-size, which is 2"),
+        ({"num_hosts": 2, "host_index": 0}, "--num-hosts: does not go with --data-parallel-size"),
         ({"device": "simulated"}, "--data-parallel-size: a simulated device takes the time"),
         ({"speculation": "some/model"}, "--data-parallel-size: does not go with a draft model"),
     ],

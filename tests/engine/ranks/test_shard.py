@@ -20,6 +20,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import describe, read_family_config
 from engine.models.registry import build_model
 from engine.models.stage import Stage
+from engine.ranks.data_ranks import DataRanks
 from kv_store.shards import shard_of
 from tests.engine.ranks.rank_processes import Nobody
 from tests.engine.tiny_models import FAMILIES, make_model
@@ -55,11 +56,18 @@ MIXTURE_671B: dict[str, object] = {
 
 
 def shard(
-    config: dict[str, object], rank: int, size: int, *, deals_experts: bool = False, stage: Stage | None = None
+    config: dict[str, object],
+    rank: int,
+    size: int,
+    *,
+    deals_experts: bool = False,
+    is_data: bool = False,
+    stage: Stage | None = None,
 ) -> Decoder:
     (architecture,) = config["architectures"]  # type: ignore[misc]
     description = describe(str(architecture), read_family_config(str(architecture), config), 64)
-    group = Nobody(rank, size)
+    nobody = Nobody(rank, size)
+    group = DataRanks(nobody) if is_data else nobody
     return Decoder(
         description,
         num_positions=64,
@@ -125,6 +133,31 @@ def test_large_shapes_on_8_ranks(config: dict[str, object], num_weights: int, de
     num_layers = config["num_hidden_layers"]
     assert isinstance(num_layers, int)
     assert one + (num_layers - 1) * (two - one) == num_weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [7, 8])
+def test_large_shapes_on_data_ranks(size: int) -> None:
+    """Each rank has all of the model but other ranks' experts. As above, of what a layer is and what a second adds."""
+
+    def held(num_layers: int) -> tuple[int, int]:
+        """Weights of experts on all ranks together, and of the rest on each."""
+        config = {**MIXTURE_671B, "num_hidden_layers": num_layers}
+        whole = {name: place.shape for name, place in shard(config, 0, 1).places().items()}
+        by_rank = [shard(config, rank, size, is_data=True).places() for rank in range(size)]
+        experts = {name for name in whole if ".experts." in name}
+        rest = whole.keys() - experts
+        names = [{name for name in places if name in experts} for places in by_rank]
+        assert set().union(*names) == experts
+        assert sum(map(len, names)) == len(experts), "an expert is on one rank"
+        for places in by_rank:
+            assert places.keys() - experts == rest
+            assert all(part_of(place)[2] == math.prod(whole[name]) for name, place in places.items())
+        return sum(math.prod(whole[name]) for name in experts), sum(math.prod(whole[name]) for name in rest)
+
+    (experts, rest), (more_experts, more_rest) = held(1), held(2)
+    of_one_layer = more_experts - experts + more_rest - rest
+    assert experts + rest + 57 * of_one_layer == 670_343_955_968
 
 
 @pytest.mark.parametrize(

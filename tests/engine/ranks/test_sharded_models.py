@@ -16,7 +16,7 @@ from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine.loading.checkpoints.gguf_model import ensure_directory
 from engine.local.device import LocalDevice
-from engine.ranks.group import RankGroup
+from engine.ranks.group import OneRank, RankGroup
 from engine.sampling.draws import draw
 from engine.step import Drawn, StepInput, StepRow
 from tests.engine.gguf_files import Type, write_gguf
@@ -211,6 +211,49 @@ def test_collectives_of_a_step(ranks: RankProcesses, models: Path, name: str) ->
     if name == "mixtral":  # a rank adds up what its experts give, so there is no more to exchange if they are dealt out
         for found in ranks.run(2, asked, model(models, name), 0.0, expert_parallel_size=2):
             assert found == [*reduces, ("all_gather", (2, 2), torch.float64)]
+
+
+MANY_EXPERTS = {**FAMILIES["mixtral"], "num_local_experts": 16, "sliding_window": None}
+LONG = 131  # tokens, more bytes than each rank adds up whole
+
+
+def long_prompt(
+    group: RankGroup | None, path: Path, size: int = 1
+) -> tuple[list[int], list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    """Its answer, and what its first step exchanged."""
+    counting = CountingGroup(OneRank() if group is None else group)
+    runner = make_runner(path, group=counting, expert_parallel_size=size)
+    prompt = [random.Random(1).randrange(90) for _ in range(LONG)]
+    counting.asked.clear()
+    row = StepRow(token_ids=prompt, num_computed_tokens=0, block_ids=list(range(10)), draw=LIKELIEST)
+    runner.execute([row])
+    collectives = list(counting.asked)
+    return greedy(runner, prompt, LONG, list(range(10, 20))), collectives
+
+
+@pytest.mark.parametrize(("size", "per_token"), [(2, 1), (4, 2)])
+def test_results_of_many_experts_are_added_up_row_by_row(
+    ranks: RankProcesses, tmp_path: Path, size: int, per_token: int
+) -> None:
+    """Of 16 experts: half of the ranks are asked for a token, in the mean. The tokens are those of one rank, and so few
+    rows travel."""
+    path = make_model(tmp_path / "many", {**MANY_EXPERTS, "num_experts_per_tok": per_token})
+    expected, _ = long_prompt(None, path)
+    each = -(-LONG // size)
+    whole = ("all_reduce", (LONG, 64), torch.float32)
+    num_rows = [0] * 3
+    for answer, collectives in ranks.run(size, long_prompt, path, size):
+        assert answer == expected
+        assert collectives[0] == whole  # the embedding
+        for layer in range(3):
+            attention, rows, sums = collectives[1 + 3 * layer : 4 + 3 * layer]
+            assert attention == whole
+            assert (rows[0], rows[1][1], rows[2]) == ("all_to_all", 64, torch.float32)
+            assert sums == ("all_gather", (each * 64,), torch.float32)
+            num_rows[layer] += rows[1][0]
+        assert len(collectives) == 1 + 3 * 3 + 1
+    # A token asks `per_token` ranks at most; one of `size` is the one that adds it up.
+    assert all(0 < num <= per_token * LONG for num in num_rows)
 
 
 def drawn_twice(group: RankGroup | None, path: Path) -> list[SampledToken | None]:
