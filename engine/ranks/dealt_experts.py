@@ -72,13 +72,14 @@ class OfSameTokens:
     def __call__(self, compute: Compute, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         given = compute(x, chosen, shares)
         if sends_rows(given.nbytes, self._num_experts, chosen.shape[1], self._group.size):
-            return self._add_up_rows(given, asked_ranks(chosen, self._stops, self._group.size))
+            return self.add_up_rows(given, asked_ranks(chosen, self._stops, self._group.size))
         given = given.contiguous()
         self._group.all_reduce(given)
         return given
 
-    def _add_up_rows(self, given: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
-        """`asked` `[num_tokens, size]`: which ranks computed something for a token."""
+    def add_up_rows(self, given: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `given` `[num_tokens, hidden_size]`, row by row. `asked` `[num_tokens, size]`: which
+        ranks computed something for a token."""
         rank, size = self._group.rank, self._group.size
         num_each = -(-len(given) // size)  # tokens that a rank adds up; the last ones have fewer
         bounds = [min(len(given), number * num_each) for number in range(size + 1)]
