@@ -1,4 +1,5 @@
-// Sums and lists of values over the ranks that compute one model together: processes of one host with memory in common.
+// Sums, lists and exchanged rows of values over the ranks that compute one model together: processes of one host with
+// memory in common.
 //
 //     line of rank 0 | line of rank 1 | ... | slots 0 and 1 of rank 0 | slots 0 and 1 of rank 1 | ...
 //
