@@ -114,7 +114,7 @@ class GlooCollectives(ABC):
         row_bytes = width * rows.itemsize
         came = torch.empty(sum(num_from) * row_bytes, dtype=torch.uint8)
         sizes = ([num * row_bytes for num in of_ranks] for of_ranks in (num_from, counts))
-        self._wait(self._group.alltoall_base(came, _as_bytes(rows), *sizes))
+        self._wait(self._group.alltoall_base(came, _as_bytes(rows), *sizes))  # type: ignore[attr-defined]  # likewise
         return came.view(rows.dtype).view(-1, width).to(rows.device)
 
     @abstractmethod
