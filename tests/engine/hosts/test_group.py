@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from threading import Event
+from threading import Barrier, Event
 from typing import TypeVar
 
 import pytest
@@ -30,7 +30,7 @@ def store() -> TCPStore:
 def on_both(store: TCPStore, work: Callable[[HostGroup], T], problem: Callable[[], str] = str) -> list[T]:
     def of_rank(rank: int) -> T:
         own = store if rank == 0 else TCPStore("127.0.0.1", store.port, None, False, _STORE_WAIT)
-        return work(HostGroup(own, rank, 2, "127.0.0.1", problem))
+        return work(HostGroup(own, rank, 2, "127.0.0.1", problem, timeout_s=30))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(of_rank, range(2)))
@@ -67,12 +67,14 @@ def test_experts_are_added_up_row_by_row(store: TCPStore) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(store: TCPStore) -> None:
-    is_over = Event()
+    both_have_met, is_lost, is_over = Barrier(2), Event(), Event()
 
     def work(group: HostGroup) -> str:
+        both_have_met.wait(60)
         if group.rank == 1:
             is_over.wait(60)
             return ""
+        is_lost.set()
         try:
             with pytest.raises(LostRankError) as caught:
                 group.all_to_all(torch.zeros(2, 1), [1, 1], [1, 1])
@@ -80,4 +82,5 @@ def test_a_rank_that_does_not_come_is_named(store: TCPStore) -> None:
             is_over.set()
         return caught.value.message
 
-    assert on_both(store, work, lambda: "rank 1 has ended") == ["rank 1 has ended", ""]
+    found = on_both(store, work, lambda: "rank 1 has ended" if is_lost.is_set() else "")
+    assert found == ["rank 1 has ended", ""]
