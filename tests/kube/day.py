@@ -31,8 +31,8 @@ class Kind(NamedTuple):
     num_output_tokens: int
 
 
-PROMPTS = Kind(200, 2)  # the first token is the prefill worker's; the second one needs its KV
-ANSWERS = Kind(17, 150)
+PROMPTS = Kind(200, 1)
+ANSWERS = Kind(17, 150)  # more than a KV block, so a prefill worker computes these prompts, too
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
