@@ -107,11 +107,11 @@ class MemberKV:
                 connector.close()
 
     def _open(self, opening: m.Open) -> Sequence[KVConnector]:
-        connectors: Sequence[KVConnector] = ()
+        connectors: list[KVConnector] = []  # registered
         try:
-            connectors = self._make(opening)
-            for connector in connectors:
+            for connector in self._make(opening):
                 connector.register_kv_cache(self._plane.cache, self._plane.spec, self._news.set)
+                connectors.append(connector)
             opened = m.Opened(descriptions=[connector.describe() for connector in connectors])
         except BatonError as error:
             send(self._end, m.Refused(reason=error.message))
