@@ -37,6 +37,11 @@ class Arrivals:
         return len(self._lookups) + (len(self._grammars) if self._grammars is not None else 0)
 
     @property
+    def has_pending(self) -> bool:
+        """Whether `take_ready` has something to look at."""
+        return bool(self._lookups.waiting) or (self._grammars is not None and self._grammars.has_pending)
+
+    @property
     def num_prompt_tokens(self) -> int:
         without_grammar = self._grammars.num_prompt_tokens if self._grammars is not None else 0
         return self._lookups.num_prompt_tokens + without_grammar

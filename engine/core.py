@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from common.batch_time import BatchTime
 from common.block_hash import root_hash
 from common.config import EngineSettings
 from common.errors import OverloadedError
-from common.types import FinishReason, WorkerLoad, request_tag
+from common.types import FinishReason, SampledToken, WorkerLoad, request_tag
 from engine import messages as m
 from engine.arrivals import Arrivals
 from engine.blocks.block_manager import BlockManager
@@ -64,7 +64,7 @@ class BegunStep:
     """A step between `EngineCore.begin` and `EngineCore.end`."""
 
     output: SchedulerOutput
-    written: Sequence[int] = ()  # blocks that it writes
+    written: Collection[int] = ()  # blocks that it writes
     computed: Pass | None = None  # None: it has nothing to compute
     traced: Sequence[m.StepTraced] = ()  # what is told of it, once its end is known
     is_busy: bool = False  # whether the next step may find something to compute
@@ -100,6 +100,7 @@ class EngineCore:
         self._clock = clock
         self._read_commands = read_commands
         self._events: list[m.Event] = []
+        self._has_arrivals = False  # some that are not in the scheduler's queue yet
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
         self._goes_by_slack = False  # as was told last
         self._traced: set[str] = set()  # ids of requests that are told of their steps
@@ -256,18 +257,21 @@ class EngineCore:
         if self._under_way:
             return self._prepare_ahead()
         self._num_ahead = 0
-        self._queue_ready()
+        if self._has_arrivals:
+            self._queue_ready()
         self.take_in_transfers()
         now = self._clock()
         self._housekeeping.due(now)
         output = self._schedule(now)
         self._housekeeping.report()
-        self.take_in_transfers()  # P2P publications are ready at once
-        self._housekeeping.rest(now)
+        if not self.remote_kv.is_idle:
+            self.take_in_transfers()  # P2P publications are ready at once
+            self._housekeeping.rest(now)
         return output
 
     def _prepare_ahead(self) -> SchedulerOutput:
-        self._queue_ready()
+        if self._has_arrivals:
+            self._queue_ready()
         self.take_in_transfers()
         if self._num_ahead >= MAX_AHEAD or not self._goes_ahead or self.remote_kv.has_prefetches:
             return SchedulerOutput()
@@ -283,7 +287,8 @@ class EngineCore:
     def begin_remote(self) -> None:
         """Admits newcomers whose prompt a prefill worker has to compute. Called in mid-step, so that the worker hears
         of them before the step is done."""
-        self._queue_ready()
+        if self._has_arrivals:
+            self._queue_ready()
         if not self._has_newcomers:
             return
         self._has_newcomers = False
@@ -307,11 +312,11 @@ class EngineCore:
         written = output.written_blocks(self.blocks.block_size)
         traced = self._first_steps(output) if self._traced else ()
         before = self._under_way[-1].computed if self._under_way else None
-        self.blocks.hold(written)
+        self.blocks.begin_writes(written)
         try:
             begun = BegunStep(output, written, self._forward.begin(output, before), traced, is_busy=True)
         except BaseException:
-            self._unhold(written)
+            self.blocks.end_writes(written)
             raise
         self._num_ahead += before is not None
         self._under_way.append(begun)
@@ -337,27 +342,26 @@ class EngineCore:
         try:
             tokens = self._forward.end(begun.computed, meanwhile)
         finally:
-            self._unhold(begun.written)
+            self.blocks.end_writes(begun.written)
         if tokens is None:
             self.scheduler.give_up(begun.output)
-            self.take_in_transfers()
-            return True
-        if begun.traced:
-            now = self._clock()
-            self._events += [msgspec.structs.replace(step, end=now) for step in begun.traced]
-            if self._under_way:  # the device begins with it now
-                after = self._under_way.popleft()
-                started = [msgspec.structs.replace(step, start=now) for step in after.traced]
-                self._under_way.appendleft(replace(after, traced=started))
-        result = self.scheduler.update(begun.output, tokens)
-        self._hand_over(result.parts, result.publishes)
-        for new in result.tokens:
-            self._report_token(new)
-        if begun.computed.embeds:
-            self._report_embeddings(begun.output)
-        self._report_order()
+        else:
+            self._take_in_results(begun, begun.computed, tokens)
         self.take_in_transfers()
         return True
+
+    def _take_in_results(self, begun: BegunStep, computed: Pass, tokens: Sequence[Sequence[SampledToken]]) -> None:
+        if begun.traced:
+            self._report_traced(begun)
+        result = self.scheduler.update(begun.output, tokens)
+        if result.parts or result.publishes:
+            self._hand_over(result.parts, result.publishes)
+        for new in result.tokens:
+            self._report_token(new)
+        if computed.embeds:
+            self._report_embeddings(begun.output)
+        if self.scheduler.slack is not None or self._goes_by_slack:
+            self._report_order()
 
     def _go_on(self, output: SchedulerOutput, meanwhile: Callable[[], None]) -> None:
         """Passes messages in mid-step. Raises `StepGivenUp` if the rest of the step should not be computed."""
@@ -388,10 +392,6 @@ class EngineCore:
             for request, num_new in output.num_tokens.items()
             if request.request_id in self._traced and output.start(request) <= request.num_prompt_tokens
         ]
-
-    def _unhold(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            self.blocks.unhold(block_id)
 
     def take_in_transfers(self) -> None:
         """Takes in the results of transfers. May be called at any time between two other calls, also in mid-step."""
@@ -460,6 +460,7 @@ class EngineCore:
         for request in self._arrivals.take_ready():
             self.scheduler.add(request)
             self._has_newcomers = True
+        self._has_arrivals = self._arrivals.has_pending
 
     def _take_back(self) -> None:
         """Gives requests whose wait for KV is over back to the scheduler."""
@@ -469,16 +470,14 @@ class EngineCore:
 
     def _schedule(self, now: float) -> SchedulerOutput:
         """Decides the batch, and begins all that its forward pass needs or that others wait for."""
-        drafts: dict[Request, list[int]] = {}
-        if self._speculation is not None:
-            self._speculation.follow(self.scheduler.running)
-            drafts = self._speculation.drafts(self.scheduler.decodes, self.scheduler.decode_shape)
-        output = self.scheduler.schedule(now, drafts)
-        self._report_order()
+        output = self.scheduler.schedule(now, {} if self._speculation is None else self._drafts(self._speculation))
+        if self.scheduler.slack is not None or self._goes_by_slack:
+            self._report_order()
         self._has_newcomers = False
         if output.host_copies:
             self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
-        self._hand_over(output.parts, output.publishes)
+        if output.parts or output.publishes:
+            self._hand_over(output.parts, output.publishes)
         if not self.remote_kv.is_idle:
             self.remote_kv.start()
         for request in output.preempted:
@@ -486,6 +485,18 @@ class EngineCore:
         for late in output.late:
             self._report_late(late)
         return output
+
+    def _drafts(self, speculation: Speculation) -> dict[Request, list[int]]:
+        speculation.follow(self.scheduler.running)
+        return speculation.drafts(self.scheduler.decodes, self.scheduler.decode_shape)
+
+    def _report_traced(self, begun: BegunStep) -> None:
+        now = self._clock()
+        self._events += [msgspec.structs.replace(step, end=now) for step in begun.traced]
+        if self._under_way:  # the device begins with it now
+            after = self._under_way.popleft()
+            started = [msgspec.structs.replace(step, start=now) for step in after.traced]
+            self._under_way.appendleft(replace(after, traced=started))
 
     def _report_order(self) -> None:
         goes_by_slack = self.scheduler.goes_by_slack

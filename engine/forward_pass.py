@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from common.types import SampledToken
@@ -31,10 +31,10 @@ class Pass:
 
     ticket: Ticket
     requests: list[Request]
-    strays: dict[Request, GuideError]  # whose tokens their grammar does not allow or cannot follow
-    checks: dict[Request, list[DraftedToken]]
     drawing: set[Request]  # whose next token the pass draws
     embeds: bool  # whether one of them asks for an embedding
+    strays: dict[Request, GuideError] = field(default_factory=dict)  # their grammar does not allow their tokens
+    checks: dict[Request, list[DraftedToken]] = field(default_factory=dict)
 
 
 class ForwardPass:
@@ -61,8 +61,23 @@ class ForwardPass:
             for request, num_new in output.num_tokens.items()
             if num_new == request.num_missing_tokens and not request.is_part
         }
+        if output.drafts or any(request.guide is not None for request in last):
+            return self._begin_checked(output, last)
+        rows = [self._row(request, num_new, {}) for request, num_new in output.num_tokens.items()]
+        return self._begin(output, rows, last)
+
+    def _begin(self, output: SchedulerOutput, rows: list[StepRow], drawing: set[Request]) -> Pass:
+        ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
+        for request in drawing:
+            request.num_pending += 1
+        requests = list(output.num_tokens)
+        return Pass(ticket, requests, drawing, embeds=any(one.embed is not None for one in requests))
+
+    def _begin_checked(self, output: SchedulerOutput, last: set[Request]) -> Pass:
+        """As `begin`, if grammars allow some tokens alone, or drafts are to be checked. `last`: requests that get a
+        token."""
         guided = [request for request in output.num_tokens if request.guide is not None and request in last]
-        strays = self._follow_grammars(guided) if guided else {}
+        strays = self._follow_grammars(guided)
         checks = {
             request: checked_tokens(request, draft, self._eos_token_ids) for request, draft in output.drafts.items()
         }
@@ -76,12 +91,10 @@ class ForwardPass:
             *(self._row(request, num_new, masks) for request, num_new in output.num_tokens.items()),
             *(self._drafted_row(request, one, masks) for request, one in drafted),
         ]
-        ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
-        for request in last:
-            request.num_pending += 1 + len(checks.get(request, ()))
-        requests = list(output.num_tokens)
-        embeds = any(request.embed is not None for request in requests)
-        return Pass(ticket, requests, strays, checks, last, embeds)
+        begun = self._begin(output, rows, last)
+        for request, ones in checks.items():
+            request.num_pending += len(ones)
+        return replace(begun, strays=strays, checks=checks)
 
     def _begin_after(self, output: SchedulerOutput, before: Pass) -> Pass:
         number = before.ticket.number
@@ -96,49 +109,53 @@ class ForwardPass:
             )
             for request in output.num_tokens
         ]
-        ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
-        for request in output.num_tokens:
-            request.num_pending += 1
-        requests = list(output.num_tokens)
-        return Pass(ticket, requests, strays={}, checks={}, drawing=set(requests), embeds=False)
+        return self._begin(output, rows, set(output.num_tokens))
 
     def end(self, begun: Pass, meanwhile: Callable[[], None]) -> list[list[SampledToken]] | None:
         """Waits for the pass: the tokens of each of its requests, in order; None if the device gave it up. A request
         whose row failed fails."""
         output = self._device.end(begun.ticket, meanwhile)
+        for request in begun.drawing:
+            request.num_pending -= 1 + len(begun.checks.get(request, ()))
         if output.is_given_up:
-            for request in begun.drawing:
-                request.num_pending -= 1 + len(begun.checks.get(request, ()))
             return None
-        drawn = iter(range(len(begun.requests), len(output.tokens)))  # the rows of drafts
-        rows = {request: list(islice(drawn, len(ones))) for request, ones in begun.checks.items()}
-        tokens: list[list[SampledToken]] = []
-        for row, request in enumerate(begun.requests):
-            of_drafts = rows.get(request, [])
-            if request in begun.drawing:
-                request.num_pending -= 1 + len(of_drafts)
-            if request.status is not RequestStatus.RUNNING:  # it ended while the step was under way, or before that
-                tokens.append([])
-                continue
-            if any(place in output.failures for place in (row, *of_drafts)):
-                # One batch is lost, not the worker: its requests fail with their ids, all others go on.
-                self._fail(request, "INTERNAL", "the engine failed to compute this request")
-                tokens.append([])
-                continue
-            if row in output.pooled or row in output.scores:
-                self._take(request, row, output)
-            token = output.tokens[row]
-            tokens.append([] if token is None else [token])
-            if request in begun.strays:
-                self._fail_stray(request, begun.strays[request])
-            elif token is None and request in begun.drawing and request.embed is None:
-                self._end_without_token(request)
-            elif token is not None and of_drafts:
-                ones = begun.checks[request]
-                tokens[-1] = accepted_tokens(token, ones, [output.tokens[place] for place in of_drafts])
-                request.drafts.count(len(ones), len(tokens[-1]) - 1)
-                report_draft(len(ones), len(tokens[-1]) - 1)
-        return tokens
+        if begun.strays or begun.checks or output.failures or output.pooled or output.scores:
+            drawn = iter(range(len(begun.requests), len(output.tokens)))  # the rows of drafts
+            of_drafts = {request: list(islice(drawn, len(ones))) for request, ones in begun.checks.items()}
+            return [
+                self._result(begun, output, row, request, of_drafts.get(request, []))
+                for row, request in enumerate(begun.requests)
+            ]
+        return [
+            [token] if token is not None else self._result(begun, output, row, request, [])
+            for row, (request, token) in enumerate(zip(begun.requests, output.tokens, strict=True))
+        ]
+
+    def _result(
+        self, begun: Pass, output: StepOutput, row: int, request: Request, of_drafts: Sequence[int]
+    ) -> list[SampledToken]:
+        """The tokens of one request, once all else that came of its rows is taken in. `of_drafts`: the rows of its
+        drafts."""
+        if request.status is not RequestStatus.RUNNING:  # it ended while the step was under way, or before that
+            return []
+        if any(place in output.failures for place in (row, *of_drafts)):
+            # One batch is lost, not the worker: its requests fail with their ids, all others go on.
+            self._fail(request, "INTERNAL", "the engine failed to compute this request")
+            return []
+        if row in output.pooled or row in output.scores:
+            self._take(request, row, output)
+        token = output.tokens[row]
+        if request in begun.strays:
+            self._fail_stray(request, begun.strays[request])
+        elif token is None and request in begun.drawing and request.embed is None:
+            self._end_without_token(request)
+        elif token is not None and of_drafts:
+            ones = begun.checks[request]
+            tokens = accepted_tokens(token, ones, [output.tokens[place] for place in of_drafts])
+            request.drafts.count(len(ones), len(tokens) - 1)
+            report_draft(len(ones), len(tokens) - 1)
+            return tokens
+        return [] if token is None else [token]
 
     def _follow_grammars(self, requests: Iterable[Request]) -> dict[Request, GuideError]:
         """Lets guides take in the tokens that came. Returns the requests whose tokens their grammar does not allow or
@@ -153,24 +170,29 @@ class ForwardPass:
         return strays
 
     def _row(self, request: Request, num_new: int, masks: Mapping[Guide, bytes]) -> StepRow:
-        start = request.num_computed_tokens
-        token_ids = request.token_ids[start : start + num_new]
-        is_last = num_new == request.num_missing_tokens and not request.is_part
         if request.embed is not None:
-            return StepRow(
-                token_ids=token_ids,
-                num_computed_tokens=start,
-                block_ids=request.block_ids,
-                num_pooled=num_new if request.embed.pooling is m.Pooling.MEAN else int(is_last),
-            )
-        changes = request.logit_changes(self._eos_token_ids) if is_last else None
+            return self._pooled_row(request, num_new, request.embed)
+        start = request.num_computed_tokens
+        is_last = num_new == request.num_missing_tokens and not request.is_part
+        changes = request.logit_changes(self._eos_token_ids) if is_last and request.changes_logits else None
         mask = masks[request.guide] if is_last and request.guide else b""
         return StepRow(
-            token_ids=token_ids,
+            token_ids=request.token_ids[start : start + num_new],
             num_computed_tokens=start,
             block_ids=request.block_ids,
             draw=draw(request.sampling_params, request.num_output_tokens, changes, mask) if is_last else None,
             score=next_scores(request, num_new) if request.num_unscored_tokens else None,
+        )
+
+    @staticmethod
+    def _pooled_row(request: Request, num_new: int, embed: m.Embed) -> StepRow:
+        start = request.num_computed_tokens
+        is_last = num_new == request.num_missing_tokens
+        return StepRow(
+            token_ids=request.token_ids[start : start + num_new],
+            num_computed_tokens=start,
+            block_ids=request.block_ids,
+            num_pooled=num_new if embed.pooling is m.Pooling.MEAN else int(is_last),
         )
 
     @staticmethod

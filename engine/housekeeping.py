@@ -39,9 +39,15 @@ class Housekeeping:
         self._num_retained: int | None = None  # as reported
 
     def due(self, now: float) -> None:
-        """Before the scheduler decides.
+        """Before the scheduler decides. Most steps have nothing to do here, and ask that once."""
+        retention, remote_kv = self._blocks.retention, self._remote_kv
+        retention.now = now
+        is_waited_for = retention.ends or self._hints.evicting or now >= remote_kv.verify_at
+        if is_waited_for or not (remote_kv.is_idle and self._scheduler.has_work):
+            self._do(now)
 
-        1. Overdue transfers are given up, and their requests taken back: this step may go on with them.
+    def _do(self, now: float) -> None:
+        """1. Overdue transfers are given up, and their requests taken back: this step may go on with them.
         2. Retention expires before anything evicts: what is over is evicted like any other block.
         3. Evictions of the store are answered, and what it took long ago is to be verified when it is used next.
         4. If there is nothing to compute, blocks of host memory are brought to the store. They come last, since
@@ -59,10 +65,8 @@ class Housekeeping:
             self._remote_kv.write_back_from_host(self._device.copy)
 
     def rest(self, now: float) -> None:
-        """After the scheduler has decided, and what it decided is carried out: prefetches go on with the blocks that
-        are left, while no request waits."""
-        if self._remote_kv.is_idle:
-            return
+        """After the scheduler has decided, and what it decided is carried out, unless remote KV is idle: prefetches go
+        on with the blocks that are left, while no request waits."""
         may_move = not self._scheduler.num_waiting
         if self._remote_kv.go_on_prefetching(now, self._device.copy, may_move=may_move):
             self._wake()  # the next group comes with the next step, which is not to wait for anything else
@@ -71,6 +75,10 @@ class Housekeeping:
         """Adds to the metrics what was counted since the last step."""
         if self._blocks.counts != NOTHING:
             report_counts(self._blocks.counts.take())
-        if (num_retained := len(self._blocks.retention)) != self._num_retained:
+        if self._blocks.retention.ends or self._num_retained != 0:
+            self._report_retained(len(self._blocks.retention))
+
+    def _report_retained(self, num_retained: int) -> None:
+        if num_retained != self._num_retained:
             report_retained(num_retained)
             self._num_retained = num_retained

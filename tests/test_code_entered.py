@@ -43,8 +43,15 @@ def test_functions_count_once_with_all_their_lines(tmp_path: Path) -> None:
     assert nothing.lines_by_file() == {}
 
 
-def test_a_decode_step_enters_the_scheduler_and_the_model() -> None:
+MOST_LINES, MOST_FILES = 600, 20
+
+
+def test_a_decode_step_enters_the_scheduler_and_the_model_and_little_else() -> None:
+    """If this fails since lines were added: what a plain decode never needs belongs behind a test that it fails."""
     step = decode_step()
+    without_model = step.without(MODEL).lines_by_file()
+    assert sum(without_model.values()) <= MOST_LINES
+    assert len(without_model) <= MOST_FILES
     files = step.lines_by_file()
     assert {"engine/core.py", "engine/scheduling/scheduler.py", "engine/models/decoder.py"} <= files.keys()
     assert not any(file.startswith(("tests/", "tools/", "router/")) for file in files)

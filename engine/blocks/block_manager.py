@@ -10,7 +10,7 @@ of a name, and `NamedBlocks` answers what is asked by name and for no request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from engine.blocks.block_pool import BlockPool
 from engine.blocks.host_tier import BlockCopy
@@ -275,6 +275,13 @@ class BlockManager:
 
     def unhold(self, block_id: int) -> None:
         self.pool.unhold(block_id)
+
+    def begin_writes(self, block_ids: Collection[int]) -> None:
+        """See `BlockPool.begin_writes`."""
+        self.pool.begin_writes(block_ids)
+
+    def end_writes(self, block_ids: Collection[int]) -> None:
+        self.pool.end_writes(block_ids)
 
     # -------------------------------------------------------------------------------------------- internals
 

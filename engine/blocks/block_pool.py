@@ -4,7 +4,8 @@ A block is in exactly one of three states:
 
     empty    nobody refers to it, and it holds nothing worth keeping
     cached   nobody refers to it, but it holds a full block that can be found by its name; evicted when room is needed
-    owned    ref_cnt > 0: by requests that share it, and by transfers that read or write it
+    owned    ref_cnt > 0: by requests that share it, by transfers that read or write it, and by a step under way that
+             writes it, if nobody else does
 
     take:  empty or cached (evicting) -> owned      share: cached -> owned
     drop:  owned -> cached (has a name) or empty    clear, forget: cached -> empty
@@ -16,7 +17,7 @@ is left. A transfer that held a block meanwhile changes nothing about that.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.blocks.eviction_order import EvictionOrder
@@ -38,7 +39,9 @@ class BlockPool:
         self._empty = deque(range(num_blocks))
         self._cached = EvictionOrder()
         self._num_frees = 0
-        self._held: dict[int, int] = {}  # references of transfers, by block
+        self._held: dict[int, int] = {}  # references of transfers and steps, by block
+        self._writes: list[Collection[int]] = []  # blocks that each step under way writes
+        self._kept: dict[int, None] = {}  # of these, those that steps alone own
         self._tiers = tiers
 
     # ------------------------------------------------------------------------------------------- counts
@@ -105,7 +108,10 @@ class BlockPool:
             raise ValueError(f"block {block_id} is freed twice")
         block.ref_cnt -= count
         if block.ref_cnt == 0:
-            if self._tiers.cache.has_name(block_id):
+            if any(block_id in written for written in self._writes):
+                block.ref_cnt = self._held[block_id] = 1
+                self._kept[block_id] = None
+            elif self._tiers.cache.has_name(block_id):
                 self._make_evictable(block)
             else:
                 self._empty.append(block_id)
@@ -134,6 +140,22 @@ class BlockPool:
         if num_held > 1:
             self._held[block_id] = num_held - 1
         self.drop(block_id)
+
+    def begin_writes(self, block_ids: Collection[int]) -> None:
+        """A step begins that writes these blocks: they stay owned until `end_writes`, even if their request ends."""
+        self._writes.append(block_ids)
+
+    def end_writes(self, block_ids: Collection[int]) -> None:
+        """The step has ended, or has not begun after all."""
+        self._writes.remove(block_ids)
+        if self._kept:
+            self._end_kept(block_ids)
+
+    def _end_kept(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if block_id in self._kept and not any(block_id in written for written in self._writes):
+                del self._kept[block_id]
+                self.unhold(block_id)
 
     # --------------------------------------------------------------------------------- the order of eviction
 

@@ -22,8 +22,10 @@ class Retention:
         self._max_tenant_blocks = min(max_tenant_blocks, max_blocks)
         self._tenants: dict[str, OrderedDict[bytes, float]] = {}  # names: until when; the next to give way first
         self._holders: dict[bytes, set[str]] = {}  # of each name: tenants
-        self._ends: list[tuple[float, str, bytes]] = []  # heap, those that were put off or are over too
-        self.now = 0.0  # when `expire` was called last
+        self.ends: list[
+            tuple[float, str, bytes]
+        ] = []  # heap, those that were put off or are over too; not empty while a name is retained
+        self.now = 0.0  # to be set before each step
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -47,7 +49,7 @@ class Retention:
             self._holders.setdefault(name, set()).add(tenant)
             if name not in held or until > held[name]:
                 held[name] = until
-                heapq.heappush(self._ends, (until, tenant, name))
+                heapq.heappush(self.ends, (until, tenant, name))
             held.move_to_end(name)
         num_lost = len(names) - len(taken)
         while len(held) > self._max_tenant_blocks or len(self._holders) > self._max_blocks:
@@ -75,8 +77,8 @@ class Retention:
         """Returns the names whose time is over."""
         self.now = now
         over = []
-        while self._ends and self._ends[0][0] <= now:
-            until, tenant, name = heapq.heappop(self._ends)
+        while self.ends and self.ends[0][0] <= now:
+            until, tenant, name = heapq.heappop(self.ends)
             if tenant in self._tenants and self._tenants[tenant].get(name) == until:
                 self._drop(tenant, name)
                 if name not in self._holders:
@@ -93,7 +95,7 @@ class Retention:
     def clear(self) -> None:
         self._tenants.clear()
         self._holders.clear()
-        self._ends.clear()
+        self.ends.clear()
 
     # ------------------------------------------------------------------------------------------- internals
 
@@ -108,11 +110,11 @@ class Retention:
             del self._holders[name]
 
     def _forget_old_ends(self) -> None:
-        if len(self._ends) > 2 * sum(map(len, self._tenants.values())) + 64:
-            self._ends = [
+        if len(self.ends) > 2 * sum(map(len, self._tenants.values())) + 64:
+            self.ends = [
                 (until, tenant, name) for tenant, held in self._tenants.items() for name, until in held.items()
             ]
-            heapq.heapify(self._ends)
+            heapq.heapify(self.ends)
 
     def check_integrity(self, names: Collection[bytes]) -> list[str]:
         """What is wrong, given all names that blocks of this worker have."""
@@ -120,7 +122,7 @@ class Retention:
         pairs = {(tenant, name) for tenant, held in self._tenants.items() for name in held}
         if pairs != {(tenant, name) for name, holders in self._holders.items() for tenant in holders}:
             problems.append("tenants and retained names differ")
-        if not {(until, t, n) for t, held in self._tenants.items() for n, until in held.items()} <= set(self._ends):
+        if not {(until, t, n) for t, held in self._tenants.items() for n, until in held.items()} <= set(self.ends):
             problems.append("something is retained without an end")
         if len(self._holders) > self._max_blocks:
             problems.append(f"{len(self._holders)} blocks are retained, and {self._max_blocks} may be")

@@ -249,7 +249,7 @@ class LocalDevice(Device):
         beside = _Timed(meanwhile)
         start = time.perf_counter()
         try:
-            rows = [self.resolved(row) for row in step.rows]
+            rows = [row if row.first is None else self.resolved(row) for row in step.rows]
             with as_current(self.device):
                 output = self._compute(rows, beside)
         except StepGivenUp:
@@ -257,11 +257,7 @@ class LocalDevice(Device):
         except Exception as error:
             if self._raises:
                 raise
-            log.exception("a step failed", extra={"num_rows": len(step.rows)})
-            reason = f"the device failed to compute this step: {type(error).__name__}"
-            return StepOutput(
-                tokens=[None] * len(step.rows), failures=dict.fromkeys(range(len(step.rows)), reason), elapsed_s=0.0
-            )
+            return _failed(step, error)
         self._drawn.append((ticket.number, output.tokens))
         return replace(output, elapsed_s=time.perf_counter() - start - beside.seconds)
 
@@ -295,18 +291,31 @@ class LocalDevice(Device):
 
     @torch.inference_mode()
     def _compute(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> StepOutput:
-        tokens: list[SampledToken | None] = [None] * len(rows)
         if not rows:
-            return StepOutput(tokens=tokens)
+            return StepOutput(tokens=[])
         if self._graphs is not None and self._graphs.takes(rows):
             return StepOutput(tokens=self._replay(self._graphs, rows))
         # Decodes first, by length: attention then sees neighbours that it can compute together.
-        order = self._pipeline.order(rows) or sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
-        hidden = self._forward([rows[index] for index in order], between_layers)
+        order = sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
+        if self._pipeline.stage.count > 1:
+            order = self._pipeline.order(rows) or order
+        ordered = [rows[index] for index in order]
+        hidden = self._forward(ordered, between_layers)
         if not self._pipeline.stage.is_last:
-            return StepOutput(tokens=tokens)
+            return StepOutput(tokens=[None] * len(rows))
         if self._states is not None:
-            self._keep(self._states, hidden, [rows[index] for index in order])
+            self._keep(self._states, hidden, ordered)
+        draws = [row.draw for row in ordered if row.draw is not None and row.score is None and not row.num_pooled]
+        if len(draws) < len(hidden):
+            return self._results(rows, order, hidden, between_layers)
+        tokens = dict(zip(order, self._sample(hidden, draws), strict=True))
+        return StepOutput(tokens=[tokens[index] for index in range(len(rows))])
+
+    def _results(
+        self, rows: Sequence[StepRow], order: Sequence[int], hidden: torch.Tensor, between_layers: Callable[[], None]
+    ) -> StepOutput:
+        """Of rows that do not all decode. `hidden`: states of all new tokens, in the `order` of rows."""
+        tokens: list[SampledToken | None] = [None] * len(rows)
         drawing: list[int] = []
         draws: list[Draw] = []
         last_tokens: list[int] = []
@@ -353,11 +362,11 @@ class LocalDevice(Device):
         """Hidden states of all new tokens, `[that many, hidden_size]`, row by row."""
         if self._data_ranks is not None:
             return self._forward_dealt(self._data_ranks, rows, between_layers)
-
-        def compute(part: Sequence[StepRow], hidden: torch.Tensor | None) -> torch.Tensor:
-            return self._forward_from(part, hidden, between_layers)
-
-        return self._pipeline.forward(rows, compute, between_layers)
+        if self._pipeline.stage.count > 1:
+            return self._pipeline.forward(
+                rows, lambda part, before: self._forward_from(part, before, between_layers), between_layers
+            )
+        return self._forward_from(rows, None, between_layers)
 
     def _forward_dealt(
         self, ranks: DataRanks, rows: Sequence[StepRow], between_layers: Callable[[], None]
@@ -409,8 +418,10 @@ class LocalDevice(Device):
             if not self._padding.has_any_of(token_ids):
                 return [SampledToken(int(token_id)) for token_id in token_ids]
         masked = self._padding.mask(logits())
-        if self._group.size == 1:
-            return sample(masked, draws, self._kernels)
+        return sample(masked, draws, self._kernels) if self._group.size == 1 else self._draw_once(masked, draws)
+
+    def _draw_once(self, masked: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
+        """As `sample`, on rank 0 alone: the other ranks take its tokens over."""
         drawn: list[SampledToken | None] = [None] * len(draws)
         if self._group.rank == 0:
             drawn = sample(masked, draws, self._kernels)
@@ -439,6 +450,12 @@ class LocalDevice(Device):
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.last_states(hidden).float().sum(dim=0)
+
+
+def _failed(step: StepInput, error: Exception) -> StepOutput:
+    log.exception("a step failed", extra={"num_rows": len(step.rows)})
+    reason = f"the device failed to compute this step: {type(error).__name__}"
+    return StepOutput(tokens=[None] * len(step.rows), failures=dict.fromkeys(range(len(step.rows)), reason))
 
 
 class _NoAttention(StepAttention):

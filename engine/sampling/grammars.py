@@ -144,6 +144,11 @@ class PendingGrammars:
         return sum(len(pending.requests) for pending in self._pending.values())
 
     @property
+    def has_pending(self) -> bool:
+        """Whether a grammar is compiled, for requests that may have ended meanwhile, or an answer is to be taken."""
+        return bool(self._pending or self._answered)
+
+    @property
     def num_prompt_tokens(self) -> int:
         waiting = (request for pending in self._pending.values() for request in pending.requests.values())
         return sum(request.num_prompt_tokens for request in waiting)

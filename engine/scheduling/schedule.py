@@ -66,16 +66,14 @@ class SchedulerOutput:
             self.drafts.pop(request, None)
         return bool(ended)
 
-    def written_blocks(self, block_size: int) -> list[int]:
-        """The blocks that the KV of this step's tokens goes to."""
-        return [
-            request.block_ids[index]
-            for request, num_new in self.num_tokens.items()
-            for index in range(
-                self.start(request) // block_size,
-                (self.start(request) + num_new + len(self.drafts.get(request, ())) - 1) // block_size + 1,
-            )
-        ]
+    def written_blocks(self, block_size: int) -> dict[int, None]:
+        """The blocks that the KV of this step's tokens goes to: a set that keeps its order."""
+        block_ids: dict[int, None] = {}
+        for request, num_new in self.num_tokens.items():
+            start = request.num_computed_tokens + self.after.get(request, 0)
+            last = (start + num_new + len(self.drafts.get(request, ())) - 1) // block_size
+            block_ids.update(dict.fromkeys(request.block_ids[start // block_size : last + 1]))
+        return block_ids
 
 
 @dataclass(slots=True, frozen=True)

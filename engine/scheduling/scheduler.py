@@ -57,13 +57,13 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # every request that is not finished, or that is leased
         self._waiting_room = room  # parked: WAITING_FOR_REMOTE_KV
         self._equal_prompts = EqualPrompts(blocks, room)
-        self._slack: SlackPolicy | None = None  # while it orders requests
+        self.slack: SlackPolicy | None = None  # while it orders requests, if it knows how long steps take
         self._slack_at_rest: SlackPolicy | None = None  # of `auto`, while it does not
         self._with_targets: set[Request] = set()  # of `auto`: those that are not finished
         self._parts: list[Request] = []  # of prompts, that may still wait
         self._waiting: WaitingQueue
         if config.queue_policy == "slo":
-            self._slack = SlackPolicy(config, blocks, batch_time)
+            self.slack = SlackPolicy(config, blocks, batch_time)
             self._waiting = SlackQueue(self._equal_prompts)
         elif config.queue_policy == "auto":
             self._slack_at_rest = SlackPolicy(config, blocks, batch_time)
@@ -84,8 +84,8 @@ class Scheduler:
             self._with_targets.add(request)
         if request.is_part:
             self._parts.append(request)
-        if self._slack is not None:
-            self._slack.enter(request)
+        if self.slack is not None:
+            self.slack.enter(request)
         self._waiting.add(request)
 
     def take_back(self, request: Request) -> None:
@@ -95,8 +95,8 @@ class Scheduler:
         else:
             self._running.append(request)
             self._sums.note(request)
-            if self._slack is not None:
-                self._slack.taken_back(request)
+            if self.slack is not None:
+                self.slack.taken_back(request)
 
     def release(self, request_id: str) -> None:
         """Ends a request in any state, also a leased one. Blocks that a transfer holds become free when the transfer
@@ -121,7 +121,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could compute something now or once blocks are free."""
-        return bool(self._waiting or self._running)
+        return bool(self._running or self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -144,7 +144,7 @@ class Scheduler:
     @property
     def goes_by_slack(self) -> bool:
         """Whether the order is that of slack."""
-        if self._slack is None or not self._slack.knows_times:
+        if self.slack is None or not self.slack.knows_times:
             return False
         return self.config.queue_policy == "slo" or bool(self._with_targets)
 
@@ -164,7 +164,7 @@ class Scheduler:
 
     def queued_by_slack(self, now: float) -> tuple[int, ...]:
         """See `WorkerLoad`."""
-        slack = self._slack or self._slack_at_rest
+        slack = self.slack or self._slack_at_rest
         if slack is None or not slack.would_know_times:
             return ()
         if slack is self._slack_at_rest or not slack.knows_times:  # it will with the next step
@@ -183,7 +183,7 @@ class Scheduler:
             head = next(iter(self._waiting), None)
             if head is None or self.blocks.blocks_for(head.num_tokens) <= self.blocks.num_available_blocks:
                 return ()
-        if self._slack is not None and self._slack.knows_times and self._slack.displaced(self._running) is not None:
+        if self.slack is not None and self.slack.knows_times and self.slack.displaced(self._running) is not None:
             return ()  # for a newcomer with targets
         return self._room.after((*self._running, *self._waiting_room), self._waiting.num_before_newcomer)
 
@@ -207,23 +207,29 @@ class Scheduler:
     def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
         """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
         output = SchedulerOutput()
-        self._hand_over_cached(output, now)
-        self._choose_order(now)
-        if self._slack is not None and self._takes_times(self._slack, now):
-            self._schedule_by_slack(self._slack, output, now, drafts)
-            output.host_copies = self.blocks.take_copies()
-            return output
-        budget = StepBudget(self.config.max_num_batched_tokens, self.config.chunk_size)
-        for is_decode in (True, False):
-            for request in list(self._running):
-                if (request.num_missing_tokens == 1) is not is_decode or request in output.num_tokens:
-                    continue
-                self._schedule_running(request, budget, output)
-            if is_decode:
-                self._schedule_drafts(drafts, budget, output)
-        self._admit(budget, output, now)
+        if self._parts:
+            self._hand_over_cached(output, now)
+        if self.slack is not None or self._with_targets:
+            self._choose_order(now)
+        if self.slack is not None and self._takes_times(self.slack, now):
+            self._schedule_by_slack(self.slack, output, now, drafts)
+        else:
+            self._schedule_in_turn(output, now, drafts)
         output.host_copies = self.blocks.take_copies()
         return output
+
+    def _schedule_in_turn(self, output: SchedulerOutput, now: float, drafts: Mapping[Request, Sequence[int]]) -> None:
+        """Decodes, then prompts, then newcomers."""
+        budget = StepBudget(self.config.max_num_batched_tokens, self.config.chunk_size)
+        decodes, prompts = self._decodes_and_prompts()
+        for request in decodes:
+            self._schedule_running(request, budget, output)
+        if drafts:
+            self._schedule_drafts(drafts, budget, output)
+        for request in prompts:
+            self._schedule_running(request, budget, output)
+        if self._waiting:
+            self._admit(budget, output, now)
 
     def schedule_ahead(self, under_way: SchedulerOutput) -> SchedulerOutput:
         """The step after one that has not ended, if it is certain by now: a decode of each request that goes on. Empty
@@ -253,36 +259,48 @@ class Scheduler:
         output.host_copies = self.blocks.take_copies()
         return output
 
+    def _decodes_and_prompts(self) -> tuple[list[Request], list[Request]]:
+        """Those that run, by whether they lack one token or more."""
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for one in self._running:
+            (decodes if one.num_missing_tokens == 1 else prompts).append(one)
+        return decodes, prompts
+
     def _schedule_running(self, request: Request, budget: StepBudget, output: SchedulerOutput) -> None:
         """Schedules one running request, preempting others if blocks run out."""
         if request.status is not RequestStatus.RUNNING or request.num_pending:
             return  # preempted in this step, or its next token is not known before the step on the device ends
         num_new = budget.chunk(request.num_missing_tokens, request.num_computed_tokens)
         if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
-            before = request.num_computed_tokens
-            self.blocks.adopt_computed(request)  # by others, since the last step
-            self._sums.note(request)
-            output.publishes += self._publish(request) if request.num_computed_tokens > before else []
-            most = budget.chunk(request.num_missing_tokens, request.num_computed_tokens)
-            num_new = self._equal_prompts.up_to_known(request, most, output.names)
-        if num_new <= 0:
+            num_new = self._unknown_chunk(request, budget, output)
+        stop = request.num_computed_tokens + num_new
+        if num_new <= 0 or not (self.blocks.append(request, stop) or self._make_blocks(request, stop, output)):
             return
-        while not self.blocks.append(request, request.num_computed_tokens + num_new):
-            other = victim(
-                request,
-                self._running,
-                output.num_tokens,
-                self.config.queue_policy if self._slack is None else "slo",
-            )
-            if other is None:
-                return
-            self._preempt(other, output)
-            if other is request:
-                return
         budget.take(num_new, request.num_computed_tokens)
         output.num_tokens[request] = num_new
         if num_new > 1:
             output.names.update(self._equal_prompts.names(request, num_new))
+
+    def _unknown_chunk(self, request: Request, budget: StepBudget, output: SchedulerOutput) -> int:
+        """How many tokens of a prompt this step takes, once what others have computed by now is taken over."""
+        before = request.num_computed_tokens
+        self.blocks.adopt_computed(request)
+        self._sums.note(request)
+        output.publishes += self._publish(request) if request.num_computed_tokens > before else []
+        most = budget.chunk(request.num_missing_tokens, request.num_computed_tokens)
+        return self._equal_prompts.up_to_known(request, most, output.names)
+
+    def _make_blocks(self, request: Request, num_tokens: int, output: SchedulerOutput) -> bool:
+        """Preempts others, or the request itself, until it has blocks for so many tokens. False if it gets none."""
+        policy = self.config.queue_policy if self.slack is None else "slo"
+        while (other := victim(request, self._running, output.num_tokens, policy)) is not None:
+            self._preempt(other, output)
+            if other is request:
+                return False
+            if self.blocks.append(request, num_tokens):
+                return True
+        return False
 
     def _schedule_drafts(
         self, drafts: Mapping[Request, Sequence[int]], budget: StepBudget, output: SchedulerOutput
@@ -308,9 +326,9 @@ class Scheduler:
         output.preempted.append(request)
 
     def _put_first(self, request: Request) -> None:
-        if self._slack is not None:
-            self._slack.forget(request)
-            self._slack.enter(request)
+        if self.slack is not None:
+            self.slack.forget(request)
+            self.slack.enter(request)
         self._waiting.put_first(request)
 
     # ------------------------------------------------------------------------------------------- by slack
@@ -319,15 +337,15 @@ class Scheduler:
         """With `auto`: by slack once a request with targets is here and it is known how long steps take, until no such
         request is left."""
         if self._slack_at_rest is None:
-            if self._slack is not None and self.config.queue_policy == "auto" and not self._with_targets:
-                self._go_by_arrival(self._slack)
+            if self.slack is not None and self.config.queue_policy == "auto" and not self._with_targets:
+                self._go_by_arrival(self.slack)
         elif self._with_targets:
             self._slack_at_rest.begin(now)
             if self._slack_at_rest.knows_times:
                 self._go_by_slack(self._slack_at_rest)
 
     def _go_by_slack(self, slack: SlackPolicy) -> None:
-        self._slack, self._slack_at_rest = slack, None
+        self.slack, self._slack_at_rest = slack, None
         queue = SlackQueue(self._equal_prompts)
         for request in self._waiting:
             slack.enter(request)
@@ -337,7 +355,7 @@ class Scheduler:
 
     def _go_by_arrival(self, slack: SlackPolicy) -> None:
         """All is as if it had always been so: who had begun is first, and then each in the order in which it came."""
-        self._slack, self._slack_at_rest = None, slack
+        self.slack, self._slack_at_rest = None, slack
         slack.rest()
         queue = WaitingQueue("fcfs", self._equal_prompts)
         for request in self.requests.values():
@@ -369,10 +387,7 @@ class Scheduler:
         queue = self._queue_by_slack
         self._drop_late(slack, output, now)
         self._make_room(slack, output, now)
-        decodes: list[Request] = []
-        others: list[Request] = []
-        for one in self._running:
-            (decodes if one.num_missing_tokens == 1 else others).append(one)
+        decodes, others = self._decodes_and_prompts()
         has_blocks = self.blocks.num_available_blocks >= len(decodes)
         chosen, budget = slack.plan(decodes, self._sums.shape, now, has_blocks=has_blocks)
         for request in chosen:
@@ -446,8 +461,8 @@ class Scheduler:
         output, nothing = SchedulerOutput(), StepBudget(0, self.config.chunk_size)
         self._hand_over_cached(output, now)
         self._choose_order(now)
-        if self._slack is not None and self._slack.knows_times:
-            self._slack.look_ahead(self._running, self._waiting_room, now)
+        if self.slack is not None and self.slack.knows_times:
+            self.slack.look_ahead(self._running, self._waiting_room, now)
         while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):
             if not self._admit_one(request, nothing, output, now):
                 break
@@ -477,8 +492,8 @@ class Scheduler:
         """A prefill that is done: its blocks are held until it is released."""
         request.status = RequestStatus.FINISHED_LEASED
         self._sums.note(request)
-        if self._slack is not None:
-            self._slack.forget(request)
+        if self.slack is not None:
+            self.slack.forget(request)
         self._with_targets.discard(request)
         return request
 
@@ -506,7 +521,7 @@ class Scheduler:
         is_spent = not budget.chunk(request.num_missing_tokens) if asks_exactly else budget.is_spent
         if is_spent and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
             return False
-        if self._slack is not None and not is_overdue and not self._slack.may_join(request, self._sums.shape):
+        if self.slack is not None and not is_overdue and not self.slack.may_join(request, self._sums.shape):
             return False
         if not (self.blocks.swap_in(request) if request.status is RequestStatus.SWAPPED else self._allocate(request)):
             return False
@@ -515,14 +530,14 @@ class Scheduler:
             request.scheduled_time = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if request.status is RequestStatus.WAITING and self._waiting_room.park(request):
-            if self._slack is not None:
-                self._slack.admitted(request, now)
+            if self.slack is not None:
+                self.slack.admitted(request, now)
             return True
         request.status = RequestStatus.RUNNING
         self._running.append(request)
         self._sums.note(request)
-        if self._slack is not None:
-            self._slack.admitted(request, now)
+        if self.slack is not None:
+            self.slack.admitted(request, now)
         output.publishes += self._publish(request)
         self._schedule_running(request, budget, output)
         return True
@@ -554,48 +569,61 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted or failed meanwhile
             self._computed(request, num_new, result)
-            if request.is_part and not request.num_missing_tokens:
-                self._offer(request)
-                self._running.remove(request)
-                result.parts.append(self._lease(request))
-                continue
-            if not news:
-                self._sums.note(request)
-                continue
-            if num_new > 1:  # a prompt is done; others may need it long before the answer is done
-                self._offer(request)
             if request.mode is RequestMode.PREFILL:
-                self._running.remove(request)
-                request.status = RequestStatus.FINISHED_LEASED
+                self._update_prefill(request, num_new, news, result)
+            elif not news:
                 self._sums.note(request)
-                self._with_targets.discard(request)
-                result.tokens.append(NewToken(request, news[0], None))
-                continue
-            result.tokens.append(self.append(request, news[0]))
-            for token in news[1:]:
-                if request.status is not RequestStatus.RUNNING:
-                    break
-                self._computed(request, 1, result)  # the token before it, which was drafted
-                result.tokens.append(self.append(request, token))
-            if request in output.drafts and request.status is RequestStatus.RUNNING:
-                self.blocks.shrink(request, request.num_tokens)
-        if self._slack is not None and not self.has_work:
-            self._slack.pause()
+            else:
+                if num_new > 1:  # a prompt is done; others may need it long before the answer is done
+                    self._offer(request)
+                result.tokens.append(self.append(request, news[0]))
+                if request in output.drafts:
+                    self._update_drafted(request, news[1:], result)
+        if self.slack is not None and not self.has_work:
+            self.slack.pause()
         return result
+
+    def _update_prefill(self, request: Request, num_new: int, news: Sequence[SampledToken], result: StepResult) -> None:
+        if request.is_part and not request.num_missing_tokens:
+            self._offer(request)
+            self._running.remove(request)
+            result.parts.append(self._lease(request))
+        elif not news:
+            self._sums.note(request)
+        else:
+            if num_new > 1:
+                self._offer(request)
+            self._running.remove(request)
+            request.status = RequestStatus.FINISHED_LEASED
+            self._sums.note(request)
+            self._with_targets.discard(request)
+            result.tokens.append(NewToken(request, news[0], None))
+
+    def _update_drafted(self, request: Request, news: Sequence[SampledToken], result: StepResult) -> None:
+        """`news`: one token after each that was drafted rightly."""
+        for token in news:
+            if request.status is not RequestStatus.RUNNING:
+                return
+            self._computed(request, 1, result)  # the token before it, which was drafted
+            result.tokens.append(self.append(request, token))
+        if request.status is RequestStatus.RUNNING:
+            self.blocks.shrink(request, request.num_tokens)
 
     def why_give_up(self, output: SchedulerOutput, now: float) -> Literal["", "ended", "urgent"]:
         """Why the rest of a step that is being computed is not wanted: all its requests have ended; or it has prompts
         alone, and one that came since it began would be late after it. Empty if it is wanted."""
         if not any(request.status is RequestStatus.RUNNING for request in output.num_tokens):
             return "ended"
-        slack = self._slack
-        if slack is None or not slack.knows_times or (head := self._queue_by_slack.head) is None:
-            return ""
+        return "urgent" if self.slack is not None and self._has_urgent(self.slack, output, now) else ""
+
+    def _has_urgent(self, slack: SlackPolicy, output: SchedulerOutput, now: float) -> bool:
+        if not slack.knows_times or (head := self._queue_by_slack.head) is None:
+            return False
         if not slack.cannot_wait(head, output.num_tokens, now) or self.num_running >= self.config.max_num_seqs:
-            return ""
+            return False
         if not self.blocks.may_allocate(head) or self._is_held_back(head):
-            return ""
-        return "urgent" if slack.may_join(head, self._sums.shape) else ""
+            return False
+        return slack.may_join(head, self._sums.shape)
 
     def give_up(self, output: SchedulerOutput) -> None:
         """Nothing of a step was computed: its requests are where they were."""
@@ -604,16 +632,16 @@ class Scheduler:
                 request.num_given_up += 1
                 if request in output.drafts:
                     self.blocks.shrink(request, request.num_tokens)
-        if self._slack is not None:
-            self._slack.gave_up()
+        if self.slack is not None:
+            self.slack.gave_up()
 
     def repeat(self, requests: Sequence[Request], num_steps: int) -> list[NewToken]:
         """What so many steps come to in which each of `requests`, which decode, draws its last token again: simulations
         make them at once. Nobody may end before the last of these steps, and there have to be blocks for all: raises
         `ValueError` if there are not. Returns the tokens of the last step."""
         result = StepResult()
-        if self._slack is not None:
-            self._slack.pause()
+        if self.slack is not None:
+            self.slack.pause()
         for request in requests:
             last = request.token_ids[-1]
             request.token_ids += [last] * (num_steps - 1)
@@ -641,12 +669,12 @@ class Scheduler:
     def append(self, request: Request, token: SampledToken) -> NewToken:
         """Adds a token to the answer, sampled here or by a prefill worker; ends the request if it is the last one."""
         reason = request.append(token.token_id, self.config.eos_token_ids, self.config.max_model_len)
-        if reason is not None:
+        if reason is None:
+            self._sums.note(request)
+        else:
             self._room.ended(request.num_output_tokens)
             is_stop = reason is FinishReason.STOP
             self._finish(request, RequestStatus.FINISHED_STOPPED if is_stop else RequestStatus.FINISHED_LENGTH)
-        else:
-            self._sums.note(request)
         return NewToken(request, token, reason)
 
     def _offer(self, request: Request) -> None:
@@ -663,8 +691,8 @@ class Scheduler:
         self._offer(request)
         request.status = status
         self._sums.note(request)
-        if self._slack is not None:
-            self._slack.forget(request)
+        if self.slack is not None:
+            self.slack.forget(request)
         self._with_targets.discard(request)
         self.blocks.free(request)
         del self.requests[request.request_id]

@@ -104,7 +104,7 @@ def test_an_exception_in_the_middle_of_a_step_passes(
         ("scheduler", "update", 2),
         ("scheduler", "release", 1),
         ("blocks", "allocate", 2),
-        ("blocks", "unhold", 1),
+        ("blocks", "end_writes", 1),
         ("blocks", "free", 1),
     ],
 )

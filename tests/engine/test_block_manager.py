@@ -267,6 +267,40 @@ def test_held_blocks_outlive_their_request() -> None:
         blocks.unhold(block_id)
 
 
+def test_blocks_that_a_step_writes_outlive_their_request() -> None:
+    blocks = manager()
+    request, other = computed(blocks, [1, 2, 3]), computed(blocks, [5, 6, 7])
+    (block_id,), (others,) = request.block_ids, other.block_ids
+    blocks.begin_writes([block_id, others])
+    blocks.begin_writes([block_id])  # the next step, which is begun ahead
+    blocks.free(request)
+    assert blocks.num_available_blocks == 6
+    assert blocks.check_integrity([other]) == []
+    blocks.end_writes([block_id, others])
+    assert blocks.num_available_blocks == 6, "the next step writes it, too"
+    blocks.end_writes([block_id])
+    assert blocks.num_available_blocks == 7
+    assert blocks.check_integrity([other]) == []
+    blocks.free(other)
+    assert blocks.num_available_blocks == 8, "no step writes any more"
+
+
+def test_a_written_block_that_is_shared_again_is_not_given_up() -> None:
+    blocks = manager()
+    request = computed(blocks, list(range(4)))
+    (block_id,) = request.block_ids
+    blocks.begin_writes([block_id])
+    blocks.free(request)
+    again = make_request([*range(4), 9], "again")
+    assert blocks.allocate(again, 5, blocks.find_prefix(again))
+    assert again.block_ids[0] == block_id
+    blocks.end_writes([block_id])
+    assert blocks.check_integrity([again]) == []
+    blocks.free(again)
+    assert blocks.num_available_blocks == 8
+    assert blocks.check_integrity([]) == []
+
+
 def test_integrity_names_a_leak_and_a_double_free() -> None:
     blocks = manager()
     request = computed(blocks, [1, 2, 3])
@@ -401,6 +435,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.held: list[int] = []
         self.heard: set[bytes] = set()
         self.writing: list[tuple[int, bytes]] = []
+        self.steps: list[list[int]] = []
         self.number = 0
 
     def carry_out(self) -> None:
@@ -477,6 +512,17 @@ class Lifecycle(RuleBasedStateMachine):
         if self.held:
             self.blocks.unhold(self.held.pop())
 
+    @rule(name=live)
+    def begin_step(self, name: str) -> None:
+        if (block_ids := self.requests[name].block_ids) and len(self.steps) < 2:
+            self.steps.append(list(block_ids[-2:]))
+            self.blocks.begin_writes(self.steps[-1])
+
+    @rule()
+    def end_step(self) -> None:
+        if self.steps:
+            self.blocks.end_writes(self.steps.pop(0))
+
     @rule(name=consumes(live))
     def free(self, name: str) -> None:
         self.blocks.free(self.requests.pop(name))
@@ -550,6 +596,8 @@ class Lifecycle(RuleBasedStateMachine):
             self.blocks.free(request)
         while self.held:
             self.blocks.unhold(self.held.pop())
+        while self.steps:
+            self.end_step()
         for block_id, _ in self.writing:
             self.blocks.unhold(block_id)
         assert self.blocks.num_available_blocks == 12

@@ -151,7 +151,8 @@ class Script:
     def begin(self, output: SchedulerOutput) -> set[Request]:
         """As the engine does. The requests that a token is drawn for."""
         assert self.scheduler is not None
-        self.scheduler.blocks.hold(output.written_blocks(self.scheduler.blocks.block_size))
+        written = output.written_blocks(self.scheduler.blocks.block_size)
+        self.scheduler.blocks.begin_writes(written)
         drawing = {
             request
             for request, num_new in output.num_tokens.items()
@@ -159,13 +160,12 @@ class Script:
         }
         for request in drawing:
             request.num_pending += 1
-        self.written.append(output.written_blocks(self.scheduler.blocks.block_size))
+        self.written.append(written)
         return drawing
 
     def end(self, output: SchedulerOutput, drawing: set[Request]) -> None:
         assert self.scheduler is not None
-        for block_id in self.written.popleft():
-            self.scheduler.blocks.unhold(block_id)
+        self.scheduler.blocks.end_writes(self.written.popleft())
         for request in drawing:
             request.num_pending -= 1
         tokens = [[SampledToken(0)] * (request in drawing) for request in output.num_tokens]

@@ -713,8 +713,8 @@ def test_a_waiting_request_is_watched_once_however_often_the_model_of_time_chang
     for _ in range(20):
         engine.time = linear_time(0.010, 0.001)
         engine.step()
-    assert engine.core.scheduler._slack is not None
-    assert len(engine.core.scheduler._slack._watched) == 1
+    assert engine.core.scheduler.slack is not None
+    assert len(engine.core.scheduler.slack._watched) == 1
     engine.run()
 
 
