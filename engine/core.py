@@ -163,6 +163,7 @@ class EngineCore:
             else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, info.free_rows, batch_time)
         )
         self._under_way: deque[BegunStep] = deque()  # two at most
+        self._uncopied: SchedulerOutput | None = None  # a step that was decided and not begun, if it has copies
         self._num_ahead = 0  # steps begun ahead since a step was last decided with none under way
         self._runs_ahead = settings.run_ahead and self._speculation is None  # a guess needs the token before
         self.may_run_ahead: Callable[[], bool] = lambda: True  # may be set
@@ -191,6 +192,7 @@ class EngineCore:
 
     def handle(self, command: m.Command) -> None:
         """Takes one command in. A command that cannot be carried out becomes an event; it raises nothing."""
+        self._copy_now()
         remote_kv = self.remote_kv
         match command:
             case m.AddRequest():
@@ -256,17 +258,22 @@ class EngineCore:
         """
         if self._under_way:
             return self._prepare_ahead()
+        if self._uncopied is not None:
+            self._copy_now()  # the step before was never begun
         self._num_ahead = 0
         if self._has_arrivals:
             self._queue_ready()
         self.take_in_transfers()
         now = self._clock()
         self._housekeeping.due(now)
-        output = self._schedule(now)
+        drafts = {} if self._speculation is None else self._drafts(self._speculation)
+        output = self.scheduler.schedule(now, drafts)
+        self._has_newcomers = False
+        if self.scheduler.slack is not None or self._goes_by_slack:
+            self._report_order()
+        if output.has_effects or not self.remote_kv.is_idle:
+            self._carry_out(output, now)
         self._housekeeping.report()
-        if not self.remote_kv.is_idle:
-            self.take_in_transfers()  # P2P publications are ready at once
-            self._housekeeping.rest(now)
         return output
 
     def _prepare_ahead(self) -> SchedulerOutput:
@@ -277,7 +284,7 @@ class EngineCore:
             return SchedulerOutput()
         output = self.scheduler.schedule_ahead(self._under_way[-1].output)
         if output.host_copies:
-            self._device.copy(output.host_copies)
+            self._uncopied = output
         return output
 
     @property
@@ -308,6 +315,7 @@ class EngineCore:
         """
         has_ended = output.drop_ended()
         if not output.num_tokens:
+            self._copy_now()
             return BegunStep(output, is_busy=has_ended or (bool(output.preempted) and self.scheduler.has_work))
         written = output.written_blocks(self.blocks.block_size)
         traced = self._first_steps(output) if self._traced else ()
@@ -318,6 +326,7 @@ class EngineCore:
         except BaseException:
             self.blocks.end_writes(written)
             raise
+        self._uncopied = None
         self._num_ahead += before is not None
         self._under_way.append(begun)
         return begun
@@ -373,6 +382,7 @@ class EngineCore:
     def repeat(self, requests: Sequence[Request], num_steps: int) -> None:
         """Does what so many steps of these requests come to, for simulations (`Scheduler.repeat`). Tells only of those
         that end with the last step."""
+        self._copy_now()
         for new in self.scheduler.repeat(requests, num_steps):
             if new.finish_reason is not None:
                 self._report_token(new)
@@ -468,14 +478,12 @@ class EngineCore:
             report_settled(settled)
             self.scheduler.take_back(settled.request)
 
-    def _schedule(self, now: float) -> SchedulerOutput:
-        """Decides the batch, and begins all that its forward pass needs or that others wait for."""
-        output = self.scheduler.schedule(now, {} if self._speculation is None else self._drafts(self._speculation))
-        if self.scheduler.slack is not None or self._goes_by_slack:
-            self._report_order()
-        self._has_newcomers = False
+    def _carry_out(self, output: SchedulerOutput, now: float) -> None:
+        """Does all that was decided but the forward pass: what that needs, or others wait for."""
         if output.host_copies:
-            self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
+            self._uncopied = output
+            if output.publishes or self.remote_kv.waits_for_copies:
+                self._copy_now()
         if output.parts or output.publishes:
             self._hand_over(output.parts, output.publishes)
         if not self.remote_kv.is_idle:
@@ -484,7 +492,16 @@ class EngineCore:
             report_preempted(request, is_displaced=request is output.displaced)
         for late in output.late:
             self._report_late(late)
-        return output
+        if not self.remote_kv.is_idle:
+            self.take_in_transfers()  # P2P publications are ready at once
+            self._housekeeping.rest(now)
+
+    def _copy_now(self) -> None:
+        """Carries out the copies of a step that was decided and has not begun, as something else comes first that may
+        read or overwrite their blocks."""
+        if (output := self._uncopied) is not None:
+            self._device.copy(output.host_copies)
+            output.host_copies, self._uncopied = [], None
 
     def _drafts(self, speculation: Speculation) -> dict[Request, list[int]]:
         speculation.follow(self.scheduler.running)

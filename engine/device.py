@@ -71,7 +71,8 @@ class Device(ABC):
 
     @abstractmethod
     def begin(self, step: StepInput) -> Ticket:
-        """Begins a step; does not wait for it. Steps are computed in the order in which they begin, after the copies
+        """Begins a step; does not wait for it. Its copies are carried out as by `copy`: who reads the cache by `planes`
+        once this has returned sees them done. Steps are computed in the order in which they begin, after the copies
         that were asked for before. Raises `InternalError` if the step is not valid: nothing has begun then."""
 
     @abstractmethod
@@ -86,7 +87,8 @@ class Device(ABC):
     @abstractmethod
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies whole blocks between device and host in the order given: one copy may read a block that a later copy
-        fills. Steps that begin later see them done, and so does who reads the cache by `planes`."""
+        fills. Steps that begin later see them done, and so does who reads the cache by `planes`. For copies that cannot
+        wait for a step: a transfer reads or fills their block before it, or there is none. Others come with a step."""
 
     @abstractmethod
     def planes(self) -> list[KVPlane]:

@@ -28,6 +28,7 @@ _SIGN_OF_LIFE_S = 2.0  # and for this long after the device was last seen to go 
 class _Step:
     step: StepInput
     is_inline: bool
+    ticket: Ticket | None = None  # if the device has begun it already
     output: StepOutput | None = None
     error: BaseException | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -48,6 +49,7 @@ class DeviceThread(Device):
         self._clock = clock
         self._lived_at = clock()  # the last sign of life
         self._begun: dict[int, _Step] = {}
+        self._last: _Step | None = None  # of those that have begun
         self._queue: SimpleQueue[_Step | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
@@ -57,7 +59,10 @@ class DeviceThread(Device):
             self.check(row)
         # The engine goes on to change its block tables while this step is read.
         rows = [replace(row, block_ids=array("i", row.block_ids)) for row in step.rows]
-        one = self._begun[step.number] = _Step(StepInput(number=step.number, rows=rows), self._is_inline())
+        one = _Step(replace(step, rows=rows), self._is_inline())
+        if step.copies:
+            self._copy_first(one)
+        self._begun[step.number] = self._last = one
         if not one.is_inline:
             self._queue.put(one)
         return Ticket(step.number)
@@ -65,7 +70,7 @@ class DeviceThread(Device):
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
         one = self._begun.pop(ticket.number)
         if one.is_inline:
-            return self._device.end(self._device.begin(one.step), meanwhile)
+            return self._device.end(one.ticket or self._device.begin(one.step), meanwhile)
         while not one.has_ended.wait(_PIECE_S):
             if self._clock() - self._lived_at < _SIGN_OF_LIFE_S:
                 meanwhile()
@@ -74,6 +79,14 @@ class DeviceThread(Device):
         if one.output is None:
             raise RuntimeError("the device's thread has ended")
         return one.output
+
+    def _copy_first(self, one: _Step) -> None:
+        """Nobody waits for the thread to come to the step: its copies are carried out now."""
+        if self._last is None or self._last.is_inline or self._last.has_ended.is_set():
+            one.ticket = self._device.begin(one.step)
+        else:
+            self.copy(one.step.copies)
+            one.step = replace(one.step, copies=())
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """At once, beside a step under way: the engine copies no block that a step writes, nor into one that a request
@@ -92,7 +105,7 @@ class DeviceThread(Device):
         while (one := self._queue.get()) is not None:
             self._live()
             try:
-                one.output = self._device.end(self._device.begin(one.step), self._live)
+                one.output = self._device.end(one.ticket or self._device.begin(one.step), self._live)
             except BaseException as error:  # the engine's thread raises it
                 one.error = error
             one.has_ended.set()

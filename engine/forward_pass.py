@@ -67,7 +67,8 @@ class ForwardPass:
         return self._begin(output, rows, last)
 
     def _begin(self, output: SchedulerOutput, rows: list[StepRow], drawing: set[Request]) -> Pass:
-        ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
+        number = self._device.next_number()
+        ticket = self._device.begin(StepInput(number=number, rows=rows, copies=output.host_copies))
         for request in drawing:
             request.num_pending += 1
         requests = list(output.num_tokens)

@@ -203,6 +203,7 @@ def _serve(
 
 
 def _recorded(device: Device, settings: WorkerSettings) -> Device:
+    from engine.local.host_memory import host_cache_gb
     from engine.replay.recorder import RecordingDevice
     from engine.replay.step_file import StepFileHeader, StepFileWriter
 
@@ -215,6 +216,7 @@ def _recorded(device: Device, settings: WorkerSettings) -> Device:
         model=settings.model,
         quantization=settings.quantization,
         kernels=settings.kernels,
+        host_cache_gb=host_cache_gb(settings),
     )
     try:
         writer = StepFileWriter(Path(settings.record_steps), header)

@@ -1,4 +1,4 @@
-"""One step of the engine as a value: the rows that a device computes, and what came of them.
+"""One step of the engine as a value: the blocks that a device copies, the rows that it computes, and what came of them.
 
     row A (prefill chunk)             row B (decode)
     |<- num_computed ->|<- new ->|    |<-------- num_computed -------->|1|
@@ -20,6 +20,7 @@ from functools import cached_property
 
 from common.batch_time import StepShape
 from common.types import SampledToken
+from engine.blocks.host_tier import BlockCopy
 
 
 def no_ids() -> array[int]:
@@ -113,6 +114,7 @@ class StepRow:
 class StepInput:
     number: int  # one more than the device's step before
     rows: Sequence[StepRow]
+    copies: Sequence[BlockCopy] = ()  # in this order, before a row's KV is written or read
 
     @cached_property
     def shape(self) -> StepShape:

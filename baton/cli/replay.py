@@ -29,6 +29,7 @@ def replay(settings: EngineSettings, *, file: str, as_json: bool) -> int:
         "block_size": header.spec.block_size,
         "num_blocks": header.num_blocks,
         "max_model_len": header.max_model_len,
+        "host_cache_gb": header.host_cache_gb,
     }
     if header.device == SIMULATED:
         recorded["device"] = SIMULATED

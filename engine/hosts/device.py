@@ -99,6 +99,7 @@ class HostsDevice(Device):
     def begin(self, step: StepInput) -> Ticket:
         ticket = self._local.begin(step)
         self._send(Step.of(step))
+        self._num_copies += bool(step.copies)
         return ticket
 
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
@@ -111,7 +112,7 @@ class HostsDevice(Device):
         return output
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Each rank copies its own, between the steps that come before and after."""
+        """Each rank copies its own, between the steps that come before and after. A step's own copies go with it."""
         if copies:
             self._local.copy(copies)
             self._send(Copy.of(copies))

@@ -143,7 +143,10 @@ def _compute(channel: Channel, device: LocalDevice, copied: Callable[[], None]) 
         message, _ = channel.receive()
         match message:
             case Step():
-                device.end(device.begin(message.as_input()))
+                ticket = device.begin(message.as_input())
+                if message.copies:
+                    copied()
+                device.end(ticket)
                 channel.send(Done(message.number))
             case Copy():
                 device.copy(message.as_copies())

@@ -57,7 +57,7 @@ class ObservedDevice(Device):
         host_s = None if self._ended_at is None else self._clock() - self._ended_at
         if self._begun:  # a step is under way: the device goes on with this one at once
             host_s = 0.0
-        is_clean = host_s is not None and host_s <= IDLE_S and not self._has_copied
+        is_clean = host_s is not None and host_s <= IDLE_S and not (self._has_copied or step.copies)
         self._has_copied = False
         ticket = self._device.begin(step)
         self._begun[step.number] = _Begun(step.shape, host_s if host_s is None or host_s <= IDLE_S else None, is_clean)

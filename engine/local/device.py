@@ -237,9 +237,11 @@ class LocalDevice(Device):
         return block_ids[number], offset
 
     def begin(self, step: StepInput) -> Ticket:
-        """Only checks the step: this thread is what computes it, in `end`."""
+        """Only checks the step and copies its blocks: this thread is what computes it, in `end`."""
         for row in step.rows:
             self.check(row)
+        if step.copies:
+            self.copy(step.copies)
         self._begun[step.number] = step
         return Ticket(step.number)
 

@@ -127,7 +127,10 @@ class RankedDevice(Device):
         return f"{self._layout.size} ranks{stages}"
 
     def begin(self, step: StepInput) -> Ticket:
-        ticket = self._local.begin(step)
+        ticket = self._local.begin(step)  # which copies rank 0's own blocks
+        if step.copies:
+            self._copy_joined(step.copies)
+            step = replace(step, copies=())  # the others have no host memory
         self._unsent.append(step)
         self._send_known()
         return ticket
@@ -163,6 +166,9 @@ class RankedDevice(Device):
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         self._local.copy(copies)
+        self._copy_joined(copies)
+
+    def _copy_joined(self, copies: Sequence[BlockCopy]) -> None:
         for plane, host_cache in zip(self._joined, self._host_caches, strict=True):
             copy_blocks(copies, torch.as_tensor(plane.cache), host_cache)
 

@@ -78,6 +78,17 @@ class Drawing(IntEnum):
         return None if self is Drawing.NOTHING else Draw(index=0, temperature=1.0 if self is Drawing.ANY else 0.0)
 
 
+CopiedBlock: TypeAlias = tuple[str, int, int]  # kind, block of the device, block of the host
+
+
+def _copied_blocks(copies: Sequence[BlockCopy]) -> list[CopiedBlock]:
+    return [(copy.kind.value, copy.device_block, copy.host_block) for copy in copies]
+
+
+def _block_copies(copied: Sequence[CopiedBlock]) -> list[BlockCopy]:
+    return [BlockCopy(BlockCopyKind(kind), *blocks) for kind, *blocks in copied]
+
+
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     num_computed_tokens: int
@@ -93,6 +104,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     rows: list[Row]
+    copies: list[CopiedBlock]  # for a rank that has its own host memory
 
     @classmethod
     def of(cls, step: StepInput) -> Step:
@@ -110,6 +122,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
                 )
                 for row in step.rows
             ],
+            _copied_blocks(step.copies),
         )
 
     def as_input(self) -> StepInput:
@@ -128,7 +141,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
                     first=None if row.first is None else Drawn(*row.first),
                 )
             )
-        return StepInput(number=self.number, rows=rows)
+        return StepInput(number=self.number, rows=rows, copies=_block_copies(self.copies))
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -138,16 +151,16 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
-    """To a rank that has its own host memory: copies of blocks, in their order, before the steps that follow."""
+    """To a rank that has its own host memory: copies of blocks that are no step's, before the steps that follow."""
 
-    copies: list[tuple[str, int, int]]  # kind, block of the device, block of the host
+    copies: list[CopiedBlock]
 
     @classmethod
     def of(cls, copies: Sequence[BlockCopy]) -> Copy:
-        return cls([(copy.kind.value, copy.device_block, copy.host_block) for copy in copies])
+        return cls(_copied_blocks(copies))
 
     def as_copies(self) -> list[BlockCopy]:
-        return [BlockCopy(BlockCopyKind(kind), *blocks) for kind, *blocks in self.copies]
+        return _block_copies(self.copies)
 
 
 Message: TypeAlias = Join | Ready | Failed | Step | Done | Copy

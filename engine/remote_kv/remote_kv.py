@@ -135,6 +135,13 @@ class RemoteKV:
         return not (is_moving or has_news or (self._store.keeps_blocks and self._blocks.write_back))
 
     @property
+    def waits_for_copies(self) -> bool:
+        """Whether a transfer that begins before the next step may read or fill a block that the scheduler has just
+        decided to copy: fetches of requests that it parked, writes to the store, prefetches."""
+        may_write = self._store.keeps_blocks and bool(self._blocks.write_back or self._transfers.jobs)
+        return may_write or bool(self._prefetches.waiting) or self.waiting_room.has_fetches
+
+    @property
     def has_prefetches(self) -> bool:
         """Whether `go_on_prefetching` has something to go on with."""
         return bool(self._prefetches.waiting)

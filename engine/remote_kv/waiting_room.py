@@ -271,6 +271,11 @@ class WaitingRoom:
 
     # --------------------------------------------------------------------------------------------- effects
 
+    @property
+    def has_fetches(self) -> bool:
+        """Whether `take_effects` has fetches from the store."""
+        return bool(self._effects.store_fetches)
+
     def take_effects(self) -> Effects:
         """What the caller has to do, since the last call."""
         effects, self._effects, self.may_have_effects = self._effects, Effects(), False

@@ -28,11 +28,15 @@ class RecordingDevice(Device):
         self._num_left = num_steps
         self._begun: dict[int, tuple[StepInput, dict[int, bytes]]] = {}
         self._digests: dict[int, bytes] = {}  # of the blocks as the file has them
+        self._host_digests: dict[int, bytes] = {}  # of those in host memory that the file's own copies filled
         (plane,) = device.planes()
         self._cache = torch.as_tensor(plane.cache)  # the same memory
 
     def begin(self, step: StepInput) -> Ticket:
         if self._num_left:
+            if not self._knows_sources(step.copies):
+                self.copy(step.copies)
+                step = replace(step, copies=())
             self._begun[step.number] = step, self._missing(step)
         return self._device.begin(step)
 
@@ -47,10 +51,15 @@ class RecordingDevice(Device):
             if not self._num_left:
                 self._writer.close()
                 self._digests.clear()
+                self._host_digests.clear()
                 log.info("all steps are recorded")
         return output
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """These are not in the file: what host memory has there is not known to it any more."""
+        for copy in copies:
+            if copy.to_host:
+                self._host_digests.pop(copy.host_block, None)
         self._device.copy(copies)
 
     def planes(self) -> list[KVPlane]:
@@ -59,13 +68,36 @@ class RecordingDevice(Device):
     def _missing(self, step: StepInput) -> dict[int, bytes]:
         """The blocks that the step reads and the file does not have as they are now: another device wrote them, or a
         transfer did."""
-        missing = {}
+        missing: dict[int, bytes] = {}
+        filled = set[int]()  # by the step's own copies, which have not been carried out
+        for copy in step.copies:
+            if copy.to_host:
+                if copy.device_block not in filled:
+                    self._look_at(copy.device_block, missing)
+                self._host_digests[copy.host_block] = self._digests[copy.device_block]
+            else:
+                self._digests[copy.device_block] = self._host_digests[copy.host_block]
+                filled.add(copy.device_block)
         for block_id in _blocks(step, self.info.spec.block_size, written=False):
-            data = block_bytes(self._cache, block_id)
-            if (digest := _digest(data)) != self._digests.get(block_id):
-                self._digests[block_id] = digest
-                missing[block_id] = data
+            if block_id not in filled:
+                self._look_at(block_id, missing)
         return missing
+
+    def _look_at(self, block_id: int, missing: dict[int, bytes]) -> None:
+        data = block_bytes(self._cache, block_id)
+        if (digest := _digest(data)) != self._digests.get(block_id):
+            self._digests[block_id] = digest
+            missing[block_id] = data
+
+    def _knows_sources(self, copies: Sequence[BlockCopy]) -> bool:
+        """Whether the file has what these copies read of host memory."""
+        known = set(self._host_digests)
+        for copy in copies:
+            if copy.to_host:
+                known.add(copy.host_block)
+            elif copy.host_block not in known:
+                return False
+        return True
 
 
 def block_bytes(cache: torch.Tensor, block_id: int) -> bytes:

@@ -36,6 +36,16 @@ def _check_header(header: StepFileHeader, device: Device) -> None:
         raise StartupError(f"the steps name {header.num_blocks} blocks, here are {device.info.num_blocks}")
 
 
+def _check_copies(recorded: RecordedStep, device: Device) -> None:
+    """Raises `StartupError` if host memory has no such blocks here."""
+    last = max((copy.host_block for copy in recorded.step.copies), default=-1)
+    if last >= (num_blocks := device.info.num_host_blocks):
+        raise StartupError(
+            f"step {recorded.step.number} copies block {last} of host memory, here are {num_blocks}: "
+            "set --host-cache-gb as the worker had it, with --swap-space-gb added"
+        )
+
+
 def replay(header: StepFileHeader, steps: Iterable[RecordedStep], device: Device) -> Iterator[ComparedStep]:
     """Checks at once that the device can compute the steps of a file with this header; raises `StartupError` if not.
     Then the steps are computed one by one, in their order, as the caller iterates."""
@@ -47,6 +57,7 @@ def _compared(steps: Iterable[RecordedStep], device: Device) -> Iterator[Compare
     (plane,) = device.planes()
     cache = torch.as_tensor(plane.cache)  # the same memory
     for recorded in steps:
+        _check_copies(recorded, device)
         for block_id, data in recorded.blocks.items():
             whole = torch.frombuffer(bytearray(data), dtype=cache.dtype).view(plane.spec.block_shape)
             cache[block_id].copy_(whole)

@@ -1,7 +1,8 @@
 """The file of recorded steps: one header, then one entry for each step, each in msgpack behind its length.
 
-Everything that a step needs is in its entry: the rows, and the KV blocks that it reads and no earlier entry wrote. So
-the file can be computed again by another device, of this machine or another.
+Everything that a step needs is in its entry: the copies, the rows, and the KV blocks that it reads and no earlier entry
+wrote. So the file can be computed again by another device, of this machine or another. Copies between the device and
+host memory that were not a step's are not in the file: what they brought to the device is, like other blocks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import msgspec
 
 from common.errors import StartupError
 from common.types import KVCacheSpec, SampledToken
+from engine.blocks.host_tier import BlockCopy
 from engine.step import Draw, Drawn, LogitEdits, Scoring, StepInput, StepOutput, StepRow
 
-SCHEMA = 1
+SCHEMA = 2
 _LENGTH = struct.Struct("<Q")
 _MAGIC = b"baton steps\n"
 
@@ -33,6 +35,7 @@ class StepFileHeader:
     model: str  # as --model named it
     quantization: str
     kernels: str  # as --kernels named them
+    host_cache_gb: float  # for all blocks in host memory
     schema: int = SCHEMA
 
 
@@ -40,7 +43,7 @@ class StepFileHeader:
 class RecordedStep:
     step: StepInput
     output: StepOutput
-    blocks: Mapping[int, bytes] = field(default_factory=dict)  # by id, that have to be written before the step
+    blocks: Mapping[int, bytes] = field(default_factory=dict)  # by id, to be written before the step's copies
 
 
 class StepFileWriter:
@@ -123,7 +126,11 @@ def _array_of_ext(code: int, data: memoryview) -> object:
 
 
 def _step(entry: dict[str, Any]) -> StepInput:
-    return StepInput(number=entry["number"], rows=[_row(row) for row in entry["rows"]])
+    return StepInput(
+        number=entry["number"],
+        rows=[_row(row) for row in entry["rows"]],
+        copies=msgspec.convert(entry["copies"], list[BlockCopy]),
+    )
 
 
 def _row(entry: dict[str, Any]) -> StepRow:

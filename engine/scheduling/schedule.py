@@ -41,7 +41,7 @@ class LateRequest:
 class SchedulerOutput:
     """What to do in this step. Carry out in the order of the fields."""
 
-    host_copies: list[BlockCopy] = field(default_factory=list)  # in this order, before anything is written
+    host_copies: list[BlockCopy] = field(default_factory=list)  # of the step, or before it
     publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
     parts: list[Request] = field(default_factory=list)  # prefills without a token that need no step: they are done
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
@@ -53,6 +53,11 @@ class SchedulerOutput:
     # Of a step that was decided before the last one had ended (`Scheduler.schedule_ahead`): how many new tokens each of
     # its requests has in that one. This step's token comes after those.
     after: dict[Request, int] = field(default_factory=dict)
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether there is anything to do but to compute."""
+        return bool(self.host_copies or self.publishes or self.parts or self.preempted or self.late)
 
     def start(self, request: Request) -> int:
         """The position of the first token that this step computes of one of its requests."""

@@ -110,6 +110,8 @@ class SimulatedDevice(Device):
     def begin(self, step: StepInput) -> Ticket:
         for row in step.rows:
             self.check(row)
+        if step.copies:
+            self.copy(step.copies)
         seconds = self.time.seconds(step.shape) if step.rows else 0.0
         self._free_at = max(self._clock(), self._free_at) + seconds
         self._begun[step.number] = step, self._free_at, seconds

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from common.config import EngineSettings
 from common.errors import InternalError
 from common.sampling import SamplingParams
+from engine.blocks.host_tier import BlockCopy
 from engine.core import EngineCore
-from engine.device import Device, do_nothing
+from engine.device import Device, Ticket, do_nothing
 from engine.device_thread import DeviceThread
 from engine.local.device import LocalDevice
 from engine.sampling.draws import draw
@@ -48,6 +49,11 @@ class HeldDevice(FakeDevice):
         self.has_begun = threading.Event()
         self.may_compute = threading.Event()
         self.threads: list[threading.Thread] = []
+        self.begun_copies: list[list[BlockCopy]] = []  # of each step
+
+    def begin(self, step: StepInput) -> Ticket:
+        self.begun_copies.append(list(step.copies))
+        return super().begin(step)
 
     def compute_step(self, step: StepInput, meanwhile: Callable[[], None]) -> StepOutput:
         self.has_begun.set()

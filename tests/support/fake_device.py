@@ -82,6 +82,8 @@ class FakeDevice(Device):
         self._drawn: tuple[int, list[SampledToken | None]] = 0, []  # by the step computed last
 
     def begin(self, step: StepInput) -> Ticket:
+        if step.copies:
+            self.copy(step.copies)
         self._begun[step.number] = step
         return Ticket(step.number)
 

@@ -25,6 +25,7 @@ from common.errors import ConfigError, LostRankError, StartupError
 from common.model_files import model_identity
 from common.types import SampledToken
 from common.version import VERSION
+from engine.blocks.host_tier import BlockCopy, BlockCopyKind
 from engine.connectors import create_connectors
 from engine.device import Device
 from engine.hosts import handshake, member
@@ -35,7 +36,7 @@ from engine.hosts.group import HostGroup
 from engine.hosts.kv_messages import Open
 from engine.hosts.place import Place, host_index, place_of
 from engine.local.device import LocalDevice
-from engine.step import Draw, StepRow
+from engine.step import Draw, StepInput, StepRow
 from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, TransferResult
 from kv_store.no_store import NoStore
 from tests.engine.tiny_models import BLOCK_SIZE, make_model
@@ -192,6 +193,29 @@ def test_hosts_that_do_not_find_each_other(problem: str, timeout_s: float, words
     HostGroup(theirs, 1, 2, "127.0.0.1", lambda: "", timeout_s=60.0)
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+def test_each_rank_carries_out_the_copies_of_a_step(model: Path) -> None:
+    """The prompt's blocks go to host memory, and from there to other blocks, which the next token reads."""
+    tokens, likeliest = list(range(3, 40)), Draw(index=0, temperature=0.0)
+    prompt = StepRow(token_ids=tokens, num_computed_tokens=0, block_ids=list(range(8)))
+    with two_hosts(model, host_cache_gb=0.001) as (device, _):
+        expected = greedy(device, 1)
+        num_blocks = -(-len(tokens) // device.info.spec.block_size)
+        device.execute([prompt])
+        blocks = range(num_blocks)
+        down = [BlockCopy(BlockCopyKind.SWAP_OUT, block, block + 1) for block in blocks]
+        up = [BlockCopy(BlockCopyKind.SWAP_IN, block + 8, block + 1) for block in blocks]
+        last = StepRow(
+            token_ids=tokens[-1:],
+            num_computed_tokens=len(tokens) - 1,
+            block_ids=[block + 8 for block in blocks],
+            draw=likeliest,
+        )
+        step = StepInput(number=device.next_number(), rows=[last], copies=[*down, *up])
+        (token,) = device.end(device.begin(step)).tokens
+        assert token is not None
+        assert [token.token_id] == expected
 
 
 def handshake_of(*, secret: bytes = SECRET, rank: int = 1, num_hosts: int = 2, **more: str) -> tuple[str, str]:

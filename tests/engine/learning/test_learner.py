@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import example, given
@@ -234,10 +234,10 @@ class Observed:
             cores=lambda: (self.inner.now * self.core_share, self.num_switches),
         )
 
-    def step(self, *, idle_s: float = 0.001) -> None:
+    def step(self, *, idle_s: float = 0.001, copies: Sequence[BlockCopy] = ()) -> None:
         self.inner.now += idle_s
         row = StepRow(token_ids=[1], num_computed_tokens=3, block_ids=[0])
-        ticket = self.device.begin(StepInput(number=self.device.next_number(), rows=[row]))
+        ticket = self.device.begin(StepInput(number=self.device.next_number(), rows=[row], copies=copies))
         self.device.end(ticket, lambda: None)
 
 
@@ -268,7 +268,9 @@ def test_steps_with_copies_to_host_memory_are_not_learned_from() -> None:
     one.device.copy([BlockCopy(BlockCopyKind.SWAP_IN, 0, 0)])
     one.step()
     one.step()
-    assert one.seen == [False, True, False, True]
+    one.step(copies=[BlockCopy(BlockCopyKind.SWAP_IN, 0, 0)])
+    one.step()
+    assert one.seen == [False, True, False, True, False, True]
 
 
 @pytest.mark.parametrize("is_switched", [True, False])

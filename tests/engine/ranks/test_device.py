@@ -15,6 +15,7 @@ import torch
 from common.errors import ConfigError, LostRankError, StartupError
 from common.logs import setup_logging
 from common.model_files import open_model
+from engine.blocks.host_tier import BlockCopy, BlockCopyKind
 from engine.device import do_nothing
 from engine.devices import open_device
 from engine.local.device import LocalDevice
@@ -80,12 +81,14 @@ def test_every_kind_of_row(model: Path) -> None:
 
 
 def test_only_what_decides_about_exchanges_is_sent() -> None:
-    step = StepInput(number=3, rows=rows())
+    copies = [BlockCopy(BlockCopyKind.SWAP_OUT, 4, 1), BlockCopy(BlockCopyKind.PROMOTE, 5, 0)]
+    step = StepInput(number=3, rows=rows(), copies=copies)
     sent = Step.of(step).as_input()
     assert [row.block_ids[0] for row in sent.rows] == [4, 5, 6, 7, 8]
     assert [row.draw and row.draw.is_likeliest for row in sent.rows] == [True, False, False, None, None]
     assert sent.rows[3].score == step.rows[3].score
     assert sent.rows[4].num_pooled == 2
+    assert sent.copies == copies
 
 
 def test_weights_that_only_fit_by_rank_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from dataclasses import replace
@@ -12,20 +13,29 @@ import torch
 
 from baton.cli.main import main
 from common.batch_time import StepShape
+from common.config import EngineSettings
 from common.errors import StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
+from engine import messages as m
+from engine.blocks.host_tier import BlockCopy, BlockCopyKind
+from engine.core import EngineCore
 from engine.local.device import LocalDevice
+from engine.local.host_memory import GIB
 from engine.replay.recorder import RecordingDevice
 from engine.replay.replay import ComparedStep, replay
 from engine.replay.step_file import RecordedStep, StepFileHeader, StepFileWriter, read_steps
 from engine.sampling.draws import draw
 from engine.sampling.logit_changes import LogitChanges
 from engine.step import Draw, Drawn, Scoring, StepInput, StepOutput, StepRow
+from kv_store.base import ConnectorConfig
+from kv_store.memory import MemoryConnector
 from tests.engine.kernels.variants import ALL
 from tests.engine.tiny_models import BLOCK_SIZE, VOCAB_SIZE, make_model, make_runner
+from tests.support.fake_device import tokens_of
 
 NUM_BLOCKS = 200
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +53,7 @@ def header_of(device: LocalDevice, model: str = "tiny") -> StepFileHeader:
         model=model,
         quantization="none",
         kernels="torch",
+        host_cache_gb=device.info.num_host_blocks * info.spec.block_bytes / GIB,
     )
 
 
@@ -135,6 +146,90 @@ def test_what_is_read_is_what_was_written(model_dir: Path, tmp_path: Path) -> No
     assert [one.step.rows for one in read] == mixed_steps()
     assert [one.step.number for one in read] == [1, 2]
     assert not any(one.blocks for one in read), "the steps themselves wrote all that they read"
+
+
+HOST_BLOCKS = 24
+
+
+def host_settings(model_dir: Path) -> dict[str, object]:
+    """Eight blocks on the device, and some in host memory."""
+    block_bytes = make_runner(model_dir).info.spec.block_bytes
+    gb = (HOST_BLOCKS + 0.5) * block_bytes / GIB
+    return {"num_blocks": 8, "host_cache_gb": gb, "kernels": "torch"}
+
+
+def record_engine(path: Path, device: LocalDevice, **settings: object) -> dict[str, list[int]]:
+    """An engine's answers to prompts that do not fit on the device together, and its recorded steps."""
+    writer = StepFileWriter(path, header_of(device))
+    recording = RecordingDevice(device, writer, 1000)
+    checked = EngineSettings(block_size=BLOCK_SIZE, preemption_mode="swap", **settings)  # type: ignore[arg-type]
+    connector = MemoryConnector(ConnectorConfig(epoch="1", worker_id="1"))
+    core = EngineCore(checked, recording, connector, itertools.count().__next__, lambda: None)
+    events = []
+    for name, first in (("a", 5), ("b", 6), ("c", 7), ("d", 5), ("e", 6)):
+        prompt = [first, *range(8, 8 + 3 * BLOCK_SIZE)]
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        core.handle(m.AddRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params))
+        if name != "a":  # the first two together: one of them is swapped out
+            while core.step():
+                events += core.take_events()
+    events += core.take_events()
+    core.close()
+    writer.close()
+    return tokens_of(events)
+
+
+def test_copies_are_recorded_with_their_steps(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    settings = host_settings(model_dir)
+    device = make_runner(model_dir, **settings)  # type: ignore[arg-type]
+    answers = record_engine(path, device, **settings)
+    assert {len(answer) for answer in answers.values()} == {20}
+    assert answers["a"] == answers["d"]
+    _, recorded = read_steps(path)
+    steps = list(recorded)
+    copies = [copy for one in steps for copy in one.step.copies]
+    assert {copy.kind for copy in copies} == set(BlockCopyKind)
+    assert not any(one.blocks for one in steps), "steps and their copies brought all that steps read"
+
+    def replayed() -> list[ComparedStep]:
+        again = make_runner(model_dir, **settings)  # type: ignore[arg-type]
+        header, ones = read_steps(path)
+        return list(replay(header, ones, again))
+
+    assert differences(replayed()) == []
+    header, _ = read_steps(path)
+    writer = StepFileWriter(path, header)
+    for one in steps:
+        writer.add(replace(one, step=replace(one.step, copies=())))
+    writer.close()
+    assert differences(replayed()), "copies decide about what steps read"
+
+
+def test_copies_from_what_the_file_does_not_have_are_not_recorded(model_dir: Path, tmp_path: Path) -> None:
+    """What host memory got from a copy that was no step's comes as the block that it fills."""
+    path = tmp_path / "steps"
+    settings = host_settings(model_dir)
+    device = make_runner(model_dir, **settings)  # type: ignore[arg-type]
+    prompt = StepRow(token_ids=list(range(BLOCK_SIZE)), num_computed_tokens=0, block_ids=[0])
+    after = StepRow(token_ids=[9], num_computed_tokens=BLOCK_SIZE, block_ids=[3, 4], draw=draw(GREEDY, 0))
+    recording = RecordingDevice(device, StepFileWriter(path, header_of(device)), 3)
+    outputs = [recording.compute([prompt])]
+    recording.copy([BlockCopy(BlockCopyKind.DEMOTE, 0, 2)])
+    up = [BlockCopy(BlockCopyKind.DEMOTE, 0, 1), BlockCopy(BlockCopyKind.PROMOTE, 3, 2)]
+    step = StepInput(number=recording.next_number(), rows=[after], copies=up)
+    outputs.append(recording.end(recording.begin(step)))
+    down = [BlockCopy(BlockCopyKind.DEMOTE, 0, 1), BlockCopy(BlockCopyKind.PROMOTE, 3, 1)]
+    step = StepInput(number=recording.next_number(), rows=[after], copies=down)
+    outputs.append(recording.end(recording.begin(step)))
+    header, recorded = read_steps(path)
+    steps = list(recorded)
+    assert [list(one.step.copies) for one in steps] == [[], [], down]
+    assert [set(one.blocks) for one in steps] == [set(), {3}, set()]
+    assert outputs[1].tokens == outputs[2].tokens
+    assert differences(list(replay(header, steps, make_runner(model_dir, **settings)))) == []  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match=r"step 3 copies block 1 of host memory, here are 0: set --host-cache-gb"):
+        list(replay(header, steps, make_runner(model_dir, num_blocks=8)))
 
 
 def test_a_changed_result_and_changed_kv_are_told(model_dir: Path, tmp_path: Path) -> None:
@@ -230,7 +325,7 @@ def test_the_shape_of_a_step() -> None:
         (lambda data: b"", "holds no recorded steps"),
         (lambda data: b"GGUF" + data, "holds no recorded steps"),
         (lambda data: data[:20], "ends before its first step"),
-        (lambda data: data.replace(b"\xa6schema\x01", b"\xa6schema\x07"), "has schema 7 of recorded steps"),
+        (lambda data: data.replace(b"\xa6schema\x02", b"\xa6schema\x07"), "has schema 7 of recorded steps"),
         (lambda data: data.replace(b"\xa4rows", b"\xa4rowz"), "is damaged"),
     ],
 )

@@ -212,6 +212,7 @@ def test_recorded_steps_are_replayed(model_dir: Path, tmp_path: Path, capsys: py
         model=str(model_dir),
         quantization="none",
         kernels="",
+        host_cache_gb=0.0,
     )
     answer(device, PROMPT, [], 1)
     recorded = RecordingDevice(device, StepFileWriter(file, header), 2)
