@@ -81,8 +81,8 @@ def compute(
         new = token_ids[start : start + size]
         row = StepRow(token_ids=new, num_computed_tokens=start, block_ids=[9, 3, 11, 5], draw=likeliest)
         rows = [row]
-        if start == 17 + 23:  # a step in which several data ranks have a row
-            rows.append(StepRow(token_ids=token_ids[:21], num_computed_tokens=0, block_ids=[1, 2], draw=likeliest))
+        if size == 9:  # two rows. Data ranks have a cache each here: the longer row stays on rank 0, as the others do
+            rows.append(StepRow(token_ids=token_ids[:5], num_computed_tokens=0, block_ids=[1], draw=likeliest))
         tokens += runner.execute(rows)
         start += size
     return tokens, runner.info.spec
