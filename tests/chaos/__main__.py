@@ -12,7 +12,8 @@ one direction only), the store wiped, corrupted, killed or its disk full; and ea
 others have too short a deadline. One decode worker is always left alone, so no request may fail. Every answer must be
 the reference answer, greedy or seeded, made from transformers' logits. In the end every block of every worker is free
 or cached, no lease is left, and no process holds more memory than it did when it was warm. Prints one line of JSON;
-exits 1 if anything of that does not hold. Cuts and full disks need root; the line says what was left out, and why.
+exits 1 if anything of that does not hold. Cuts and full disks need root; the line says what was left out, and why; and
+what never came up, as on a machine so busy that workers take most of the time to start again.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ class Run:
             "ranks": self.num_ranks,
             "requests": dict(tally.outcomes),
             "faults": dict(faults.counts),
+            "not_done": faults.not_done,
             "left_out": faults.why_not,
             **dict(tally.extras),
             "problems": problems,

@@ -104,6 +104,11 @@ class Faults:
         for kind in self.why_not:
             del self._kinds[kind]
 
+    @property
+    def not_done(self) -> list[str]:
+        """Kinds that could have been and never were, by chance or because nobody was well enough to be harmed."""
+        return [kind for kind in self._kinds if not self.counts[kind]]
+
     def repair_due(self) -> None:
         self._repair(time.monotonic())
 
