@@ -121,7 +121,7 @@ def stops_of(num_experts: int, size: int) -> torch.Tensor:
 
 def asked_ranks(chosen: torch.Tensor, stops: torch.Tensor, size: int) -> torch.Tensor:
     """`[num_tokens, size]` bool: which ranks have experts that a token chose."""
-    ranks = torch.bucketize(chosen, stops, right=True)  # `size` for a number that no expert has
+    ranks = torch.bucketize(chosen.contiguous(), stops, right=True)  # `size` for a number that no expert has
     return torch.zeros((len(chosen), size + 1), dtype=torch.bool).scatter_(1, ranks, value=True)[:, :size]
 
 
