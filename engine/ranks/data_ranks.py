@@ -18,7 +18,7 @@ class DataRanks:
     """A `RankGroup` whose ranks have tokens of their own in each step."""
 
     def __init__(self, group: RankGroup) -> None:
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.over_network = group.rank, group.size, group.over_network
         self._group = group
 
     def all_reduce(self, values: torch.Tensor) -> None:

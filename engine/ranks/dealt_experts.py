@@ -71,7 +71,7 @@ class OfSameTokens:
 
     def __call__(self, compute: Compute, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         given = compute(x, chosen, shares)
-        if sends_rows(given.nbytes, self._num_experts, chosen.shape[1], self._group.size):
+        if self._group.over_network and sends_rows(given.nbytes, self._num_experts, chosen.shape[1], self._group.size):
             return self.add_up_rows(given, asked_ranks(chosen, self._stops, self._group.size))
         given = given.contiguous()
         self._group.all_reduce(given)
@@ -93,13 +93,13 @@ class OfSameTokens:
 
 
 def sends_rows(num_bytes: int, num_experts: int, per_token: int, size: int) -> bool:
-    """Whether ranks that have the same tokens, and `num_bytes` of results each, add them up row by row.
+    """Whether ranks of several hosts that have the same tokens, and `num_bytes` of results each, add them up row by row.
 
     An all-reduce of many bytes is two exchanges, of (size - 1) / size of the bytes each: parts to the rank that adds
     them up, and the sums to all. Row by row the first is shorter by the share of ranks that have none of a token's
-    experts, which is taken for a router that likes all experts alike. Rows have to be picked out, which copies them: if
-    a token asks most ranks, that takes longer than what it saves. Few bytes are one exchange, in which each rank adds
-    up all.
+    experts, which is taken for a router that likes all experts alike. Rows have to be picked out and added up one by
+    one. In shared memory that takes longer than it saves (`python -m bench.ranks experts`), so it is for a network only.
+    Few bytes are one exchange, in which each rank adds up all.
     """
     return num_bytes > WHOLE_SUM_BYTES and share_of_ranks(num_experts, per_token, size) <= _MOST_RANKS_OF_A_TOKEN
 

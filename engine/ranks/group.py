@@ -30,6 +30,7 @@ class RankGroup(Protocol):
 
     rank: int  # of `size`, from 0
     size: int
+    over_network: bool  # values are sent; in memory that ranks share they are copied
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Sums `values` over all ranks in place. They are float32, bfloat16 or float16, and contiguous; added in
@@ -53,6 +54,7 @@ class OneRank:
 
     rank = 0
     size = 1
+    over_network = False
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """There is nothing to add."""
@@ -75,6 +77,7 @@ class GlooCollectives(ABC):
 
     rank: int
     size: int
+    over_network = True
     _group: ProcessGroupGloo
 
     def all_reduce(self, values: torch.Tensor) -> None:

@@ -67,6 +67,8 @@ class SharedMemoryGroup:
     """A `RankGroup`. Ranks that keep pace wait for each other on their cores, if each has one, for some tens of
     microseconds; who waits longer sleeps."""
 
+    over_network = False
+
     def __init__(
         self, segment: int, rank: int, size: int, problem: Callable[[int], str], *, has_core: bool = True
     ) -> None:

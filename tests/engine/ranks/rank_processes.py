@@ -104,6 +104,10 @@ class CountingGroup:
     def size(self) -> int:
         return self.group.size
 
+    @property
+    def over_network(self) -> bool:
+        return self.group.over_network
+
     def all_reduce(self, values: torch.Tensor) -> None:
         assert values.is_contiguous()
         self.asked.append(("all_reduce", tuple(values.shape), values.dtype))
@@ -127,6 +131,7 @@ class Nobody:
 
     rank: int
     size: int
+    over_network: bool = False
 
     def all_reduce(self, values: torch.Tensor) -> None:
         raise AssertionError("an all-reduce")

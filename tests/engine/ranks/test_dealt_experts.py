@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from engine.ranks.dealt_experts import OfOwnTokens, OfSameTokens, asked_ranks, sends_rows, share_of_ranks, stops_of
 from engine.ranks.group import WHOLE_SUM_BYTES, RankGroup
+from engine.ranks.shared_memory import exchange_library
+from tests.engine.ranks.groups import on_all
 from tests.engine.ranks.rank_processes import CountingGroup, RankProcesses
 
 NUM_EXPERTS, PER_TOKEN, WIDTH = 16, 2, 66  # 4 ranks: a token's experts are on 1.8 of them in the mean
@@ -105,6 +108,14 @@ def test_few_bytes_are_one_exchange(ranks: RankProcesses) -> None:
     for is_equal, collectives in ranks.run(4, of_same_tokens, 9, torch.float32):
         assert is_equal
         assert collectives == [("all_reduce", (9, WIDTH))]
+
+
+@pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
+def test_in_shared_memory_all_is_added_up() -> None:
+    count = WHOLE_SUM_BYTES // (WIDTH * 4) + 2
+    for is_equal, collectives in on_all(4, partial(of_same_tokens, count=count, dtype=torch.float32)):
+        assert is_equal
+        assert collectives == [("all_reduce", (count, WIDTH))]
 
 
 def test_ranks_that_a_token_asks() -> None:
