@@ -98,7 +98,7 @@ def sends_rows(num_bytes: int, num_experts: int, per_token: int, size: int) -> b
     An all-reduce of many bytes is two exchanges, of (size - 1) / size of the bytes each: parts to the rank that adds
     them up, and the sums to all. Row by row the first is shorter by the share of ranks that have none of a token's
     experts, which is taken for a router that likes all experts alike. Rows have to be picked out and added up one by
-    one. In shared memory that takes longer than it saves (`python -m bench.ranks experts`), so it is for a network only.
+    one, which takes longer than it saves in shared memory (`python -m bench.ranks experts`): it is for networks only.
     Few bytes are one exchange, in which each rank adds up all.
     """
     return num_bytes > WHOLE_SUM_BYTES and share_of_ranks(num_experts, per_token, size) <= _MOST_RANKS_OF_A_TOKEN
