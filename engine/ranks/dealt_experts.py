@@ -93,7 +93,7 @@ class OfSameTokens:
 
 
 def sends_rows(num_bytes: int, num_experts: int, per_token: int, size: int) -> bool:
-    """Whether ranks of several hosts that have the same tokens, and `num_bytes` of results each, add them up row by row.
+    """Whether ranks of several hosts, which have the same tokens and `num_bytes` of results each, add up row by row.
 
     An all-reduce of many bytes is two exchanges, of (size - 1) / size of the bytes each: parts to the rank that adds
     them up, and the sums to all. Row by row the first is shorter by the share of ranks that have none of a token's
