@@ -129,19 +129,19 @@ def drawn(seed: int) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 4, 6, 7, 8, 9, 11, 12, 13])
+@pytest.mark.parametrize("seed", [0, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13])
 def test_drawn_fleets_come_to_the_same(seed: int) -> None:
-    """Of seeds 0 to 13. In the others one request went to another worker, and all later ones with it (docs/simulate.md
-    says how far they are off)."""
+    """Of seeds 0 to 13."""
     check_equal(*compared(**drawn(seed)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3, 5, 10])
-def test_drawn_fleets_in_which_requests_went_elsewhere_are_close(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "left_out"), [(1, ("p90", "p99")), (3, ("p99", "in_place"))])
+def test_drawn_fleets_in_which_requests_went_elsewhere_are_close(seed: int, left_out: tuple[str, ...]) -> None:
+    """docs/simulate.md says how far the others are off."""
     exact, counted = compared(**drawn(seed))
     for name in FIGURES:
-        if not name.startswith("p99") and name != "in_place_share":
+        if not name.startswith(left_out):
             assert counted.get(name) == pytest.approx(exact.get(name), rel=0.03, abs=1e-9), name
 
 
