@@ -129,19 +129,17 @@ def drawn(seed: int) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13])
+@pytest.mark.parametrize("seed", [0, *range(2, 14)])
 def test_drawn_fleets_come_to_the_same(seed: int) -> None:
-    """Of seeds 0 to 13."""
     check_equal(*compared(**drawn(seed)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "left_out"), [(1, ("p90", "p99")), (3, ("p99", "in_place"))])
-def test_drawn_fleets_in_which_requests_went_elsewhere_are_close(seed: int, left_out: tuple[str, ...]) -> None:
-    """docs/simulate.md says how far the others are off."""
-    exact, counted = compared(**drawn(seed))
+def test_a_drawn_fleet_in_which_another_request_is_preempted_is_close() -> None:
+    """After 794 of its 1,000 requests; docs/simulate.md says how far p90 and p99 are off."""
+    exact, counted = compared(**drawn(1))
     for name in FIGURES:
-        if not name.startswith(left_out):
+        if not name.startswith(("p90", "p99")):
             assert counted.get(name) == pytest.approx(exact.get(name), rel=0.03, abs=1e-9), name
 
 
