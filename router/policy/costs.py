@@ -287,7 +287,8 @@ def _computed_s(endpoint: Endpoint, num_missing: int, num_cached: int, left_s: f
         if left_s is not None:
             slack_s, by_slack = left_s - SECONDS.prompt(endpoint, num_missing, num_cached), endpoint.unreported_by_slack
             num_before = _within(load.queued_by_slack, slack_s)
-            num_before += _within(by_slack, slack_s) if by_slack else num_unreported
+            urgent = _within(by_slack, slack_s) if by_slack else num_unreported
+            num_before += urgent + min(num_unreported - urgent, CHUNK)  # of the others, what is computed just now
         queued_s = _steps_s(chunks, num_before, CHUNK)
         return queued_s + _alone_s(endpoint, num_missing, num_cached)
     num_queued = load.num_queued_prompt_tokens + num_unreported
