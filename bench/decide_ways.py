@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from common.config import SimulateSettings
 from common.errors import ConfigError
 from common.percentiles import percentile
@@ -66,7 +68,7 @@ def _always_remote(
     policy: routing.RoutingPolicy, request: RoutingRequest, workers: RouterFleet | Sequence[Endpoint]
 ) -> RoutingDecision:
     decision = _PICK(policy, request, workers)
-    return replace(decision, in_place=False, min_remote_tokens=1) if decision.prefill else decision
+    return msgspec.structs.replace(decision, in_place=False, min_remote_tokens=1) if decision.prefill else decision
 
 
 # ------------------------------------------------------------------------------------------------------------- traffic
