@@ -24,6 +24,7 @@ from kv_store.registry import create_connector
 from kv_store.shards import shard_of
 from tests.kv_store.blocks import PATIENCE_S, name_of
 from tests.kv_store.conformance import WIDE_SPEC, random_cache
+from tests.nixl import needs_nixl
 
 OPENING = Open(connector="shared_storage", store="", epoch="e1", worker_id="group")
 SPECS = [shard_of(WIDE_SPEC, 2, rank) for rank in range(2)]
@@ -103,7 +104,7 @@ def made() -> Iterator[list[Group | KVConnector]]:
         one.close()
 
 
-@pytest.mark.parametrize("kind", ["memory", "shared_storage"])
+@pytest.mark.parametrize("kind", ["memory", "shared_storage", pytest.param("nixl", marks=needs_nixl)])
 def test_blocks_come_and_go_with_each_ranks_part(kind: str, tmp_path: Path, made: list[Group | KVConnector]) -> None:
     """To a worker of one rank, and back."""
     group = Group(parts_of(random_cache(8, WIDE_SPEC, seed=1)), lambda _: [opened(kind, tmp_path, "group")])
