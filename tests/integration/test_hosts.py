@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.client.sync_client import Answer
 from baton.stack.stack_plan import free_ports
 from tests.integration.ask import Salt, ask, check
 from tests.integration.prompts import BY_NAME
@@ -114,7 +115,7 @@ def test_a_host_that_is_lost_ends_its_worker_and_the_answer_goes_on(
             return any(worker.num_requests_running for worker in fleet.workers() if worker.address == group.address)
 
         with fleet.client() as client:
-            answers = []
+            answers: list[Answer] = []
             while not group_is_busy():  # the router chooses
                 assert len(answers) < 20
                 answers.append(client.generate(prompt, temperature=0.0, max_tokens=case.max_tokens, cache_salt=salt()))
