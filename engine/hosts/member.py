@@ -49,10 +49,23 @@ def run(settings: WorkerSettings, model_dir: Path) -> int:
             log.info("rank 0 has ended, and so does this rank")
         os._exit(1 if reason else 0)  # the main thread may wait for values that never come
 
+    _end_at_once_if_told()
     member = join(place, model_identity(model_dir), gone)
     _end_with_rank_0()
     log.info("joined", extra={"rank": place.index, "num_hosts": place.num_hosts})
     return serve(place, settings, model_dir, member, MetricRelay(COUNTERS))
+
+
+def _end_at_once_if_told() -> None:
+    """A container's first process has no default action for signals: without a handler it would live on until it is
+    killed."""
+
+    def told(signum: int, _frame: object) -> None:
+        log.info("this rank ends", extra={"signal": signum})
+        os._exit(128 + signum)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, told)
 
 
 def _end_with_rank_0() -> None:
@@ -60,8 +73,7 @@ def _end_with_rank_0() -> None:
 
     def told(signum: int, _frame: object) -> None:
         log.info("this rank ends with rank 0; a second signal ends it now", extra={"signal": signum})
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        _end_at_once_if_told()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told)
