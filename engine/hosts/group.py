@@ -65,10 +65,13 @@ class HostGroup(GlooCollectives):
 
     def _wait(self, work: Work) -> None:
         while True:
+            had_ended = (
+                work.is_completed()
+            )  # else the wait may fail because it took too long, and the work end after that
             try:
                 work.wait(_LOOK)
             except RuntimeError as error:
-                if work.is_completed():
+                if had_ended:
                     raise LostRankError(self._reason_for(error)) from error
                 if reason := self._problem():
                     raise LostRankError(reason) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as in torch's own documentation
 
 from common.config import WorkerSettings
@@ -216,6 +217,40 @@ def test_each_rank_carries_out_the_copies_of_a_step(model: Path) -> None:
         (token,) = device.end(device.begin(step)).tokens
         assert token is not None
         assert [token.token_id] == expected
+
+
+class LateWork:
+    """Ends just after a wait for it has timed out."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+        self._has_ended = False
+
+    def is_completed(self) -> bool:
+        return self._has_ended
+
+    def wait(self, _timeout: timedelta) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            raise RuntimeError("Operation timed out!")
+        if self._fails:
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_is_late_is_not_lost(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gloo:
+        def allgather(self, *_: object) -> LateWork:
+            return LateWork(fails=fails)
+
+    monkeypatch.setattr(HostGroup, "_meet", lambda *_: Gloo())
+    store = TCPStore("localhost", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    group = HostGroup(store, 0, 2, "127.0.0.1", lambda: "rank 1 has ended" if fails else "", timeout_s=1.0)
+    if fails:
+        with pytest.raises(LostRankError, match=r"^rank 1 has ended$"):
+            group.all_gather(torch.ones(2))
+    else:
+        assert group.all_gather(torch.ones(2)).shape == (4,)
 
 
 def handshake_of(*, secret: bytes = SECRET, rank: int = 1, num_hosts: int = 2, **more: str) -> tuple[str, str]:
