@@ -65,9 +65,8 @@ class HostGroup(GlooCollectives):
 
     def _wait(self, work: Work) -> None:
         while True:
-            had_ended = (
-                work.is_completed()
-            )  # else the wait may fail because it took too long, and the work end after that
+            # Asked before: a wait may fail because it took too long, and the work end just after that.
+            had_ended = work.is_completed()
             try:
                 work.wait(_LOOK)
             except RuntimeError as error:
