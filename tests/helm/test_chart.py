@@ -37,6 +37,7 @@ EVERYTHING: dict[str, object] = {
     "gateway": {"enabled": True, "parentRefs": [{"name": "edge"}], "hostnames": ["llm.example.com"]},
     "kv.connector": "shared_storage",
     "model.volume": {"type": "pvc", "claimName": "models", "subPath": "a"},
+    "decode.gpus": 0,  # whatever a file of values says: ranks on several pods compute on CPUs
     "decode.multiNode": {"enabled": True, "size": 2, "memberArgs": ["--log-level=debug"]},
     "networkPolicy.routerFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}],
 }

@@ -58,7 +58,7 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
         "listen", "advertise", "drain_timeout", "metrics_port", "connector", "store", "kv_dir", "model",
         "served_model_name", "dtype", "log_level", "log_format",
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "health_listen", "trace_endpoint", "trace_protocol",
-        "metrics_aliases",
+        "metrics_aliases", "num_hosts", "host_index", "ranks_address", "ranks_secret_file",
     }  # fmt: skip
     router = set(definitions["routerSettings"]["properties"])
     assert set(RouterSettings.model_fields) - router == {

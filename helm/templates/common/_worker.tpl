@@ -184,8 +184,9 @@ containers:
       periodSeconds: 10
       timeoutSeconds: 5
       failureThreshold: {{ add (div (int $values.drainTimeoutSeconds) 10) 4 }}
-    {{- end }}
+    {{- else }}
     # A member has no port to probe. If it ends, stands still or cannot be reached, its leader ends, and so does the group.
+    {{- end }}
     lifecycle: {{- include "baton.preStop" $values.preStopSeconds | nindent 6 }}
     resources: {{- include "baton.workerResources" $values | nindent 6 }}
     securityContext: {{- include "baton.containerSecurity" (dict "ipcLock" $values.rdma.ipcLock) | nindent 6 }}
