@@ -8,6 +8,7 @@ scale, windows) is found by asking it to compute two tokens. A model that asks f
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
+
+_LOADING = threading.Lock()
+"""While transformers loads a model it replaces functions of torch: two threads would put back each other's."""
 
 GIVE_BACK_BYTES = 8 * 2**20  # of weights that were packed, before their memory is given back
 
@@ -144,7 +148,7 @@ class TransformersModel(CausalLM):
             log.warning("the mxfp4 weights are widened at load", extra={"memory_of_the_file": f"{times} times"})
             widening["quantization_config"] = Mxfp4Config(dequantize=True)
         try:
-            with freeing_at_once():
+            with _LOADING, freeing_at_once():
                 if self._shard is not None:
                     top, found = load_shard(files, self._shard, self._dtype, INTERFACE)
                 else:
