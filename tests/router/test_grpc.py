@@ -221,7 +221,7 @@ async def test_deadline_reaches_the_worker(router: RunningRouter, worker: FakeWo
         await collect(router, inference_pb2.GenerateRequest(prompt="a"), timeout=1.5)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert worker.deadlines[0] is not None
-    assert 0 < worker.deadlines[0] <= 1.5
+    assert 0 < worker.deadlines[0] < 1.6  # gRPC rounds what is left up
     await asyncio.wait_for(worker.cancelled.wait(), 60)
 
 
