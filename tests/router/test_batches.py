@@ -215,7 +215,7 @@ def long_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("long_quiet")
 async def test_a_line_makes_way_and_goes_on_where_it_stopped(router: RunningRouter, worker: FakeWorker) -> None:
-    worker.hang_after = 2
+    worker.hang_after, worker.hangs_for_good = 2, True
     pauses = sample("baton_router_batch_pauses_total")
     batch = asyncio.create_task(run(router, jsonl(line("a"))))
     await asyncio.wait_for(worker.asked.wait(), 20)
@@ -252,7 +252,7 @@ async def test_a_paused_line_takes_none_of_its_clients_places(
     files = {"api_keys_file": str(keys), "limits_file": str(limits), "batch_file": str(tmp_path / "batches.db")}
     router = await start_router(worker, **files, max_requests=4, max_requests_per_key=1)
     ann = router.openai.with_options(api_key="sk-ann", max_retries=0)
-    worker.hang_after = 2
+    worker.hang_after, worker.hangs_for_good = 2, True
     several = line("several")
     several["body"]["n"] = 2
     file = await ann.files.create(file=("a.jsonl", jsonl(line("one"), several)), purpose="batch")

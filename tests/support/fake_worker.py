@@ -67,7 +67,8 @@ class FakeWorker(
         self.refuse: tuple[grpc.StatusCode, str] | BatonError | None = None
         self.die_after: int | None = None  # tokens sent in one call, then the call fails as if the connection broke
         self.end_after: int | None = None  # tokens sent in one call, then the stream ends without a reason
-        self.hang_after: int | None = None  # tokens sent in one call, then nothing until it is cancelled
+        self.hang_after: int | None = None  # tokens sent in one call, then nothing until it changes
+        self.hangs_for_good = False  # a call that began with `hang_after` hangs although that changes
         self.offer_after: int | None = (
             None  # tokens sent in one call, then it offers a handover and again, as it goes on
         )
@@ -356,6 +357,7 @@ class FakeWorker(
         self.asked.set()
         self.deadlines.append(context.time_remaining())
         await self._refuse(context)
+        hang_after = self.hang_after
         first = len(request.output_token_ids)
         params = request.sampling_params
         stop = min(params.max_tokens, len(self.answer) + 1)  # one more for the end of sequence
@@ -375,7 +377,7 @@ class FakeWorker(
                 if num_sent == self.end_after:
                     return
                 is_offered = self.offer_after is not None and num_sent >= self.offer_after
-                while num_sent == self.hang_after:
+                while num_sent == (hang_after if self.hangs_for_good else self.hang_after):
                     await asyncio.sleep(0.02)
                     if is_offered:
                         yield decode_pb2.DecodeEvent(offers_handover=True)
