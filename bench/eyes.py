@@ -17,8 +17,8 @@ what is told is the median of the differences within a round, and the middle hal
 Before that, what single parts take of a router's event loop: CPU time of this thread, the least of some repeats.
 
 With `--users`, by the clock: the time to first token at half load, which is half as many requests a second as client,
-router and worker serve together on this machine, from the same three routers; and the answers a second of two real
-stacks of the default model, one with all of it, one as `quiet` but without traces, by a closed loop of `--streams`
+router and worker serve together on this machine, from the same three routers; and the answers a second of four real
+stacks of the default model, two with all of it, two as they are without flags, by a closed loop of `--streams`
 requests of new prompts.
 """
 
@@ -70,6 +70,7 @@ from router.serving.endings import Endings
 SAMPLE = 0.01  # of requests that are traced
 _TRACE_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 OFF, QUIET, ON = "off", "quiet", "on"
+OFF_TWIN, ON_TWIN = "off, the second", "on, the second"
 _SERVE = [sys.executable, "-m", "bench.eyes", "--serve"]
 Measure = Callable[[], float]
 """Asks for some seconds; µs of the process's CPU time for a request, or what `--users` tells."""
@@ -191,14 +192,28 @@ def _first_token(router: _Router, load: _Load, rate: float) -> float:
 
 @contextlib.contextmanager
 def stacks(streams: int) -> Iterator[Mapping[str, Measure]]:
-    """Real stacks without and with all of it; answers a second."""
+    """Two real stacks without and two with all of it; answers a second. Two equal ones differ by the luck of their
+    start (where their memory is, what they learned of their steps), so their difference is told, too.
+    """
     with contextlib.ExitStack() as stack:
         spans = stack.enter_context(collector())
         traced = [f"--trace-endpoint={spans}", f"--trace-sample={SAMPLE}", "--access-log=1", "--log-level=info"]
         yield {
             kind: partial(_answers_a_second, stack.enter_context(running_stack(flags)), streams)
-            for kind, flags in {OFF: [], ON: traced}.items()
+            for kind, flags in {OFF: [], ON: traced, OFF_TWIN: [], ON_TWIN: traced}.items()
         }
+
+
+def of_twins(rounds: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """The mean of each two; `OFF_TWIN` is `OFF` and what its twin has more."""
+    return [
+        {
+            OFF: (one[OFF] + one[OFF_TWIN]) / 2,
+            ON: (one[ON] + one[ON_TWIN]) / 2,
+            OFF_TWIN: (one[OFF] + one[OFF_TWIN]) / 2 + one[OFF_TWIN] - one[OFF],
+        }
+        for one in rounds
+    ]
 
 
 def _answers_a_second(address: str, streams: int) -> float:
@@ -334,7 +349,7 @@ def print_rounds(title: str, rounds: Sequence[Mapping[str, float]]) -> None:
     table.add_column("")
     table.add_column("of it", justify="right")
     table.add_column(f"more than {OFF}", justify="right")
-    for kind in (OFF, QUIET, ON):
+    for kind in (OFF, QUIET, ON, OFF_TWIN):
         figures = [one[kind] for one in rounds if kind in one]
         if figures:
             more = "" if kind == OFF else _cell([one[kind] - one[OFF] for one in rounds])
@@ -374,7 +389,8 @@ def of_users(tokenizer_dir: Path, load: _Load, logs: Path, repeats: int) -> None
         measures = {kind: partial(_first_token, router, load, rate) for kind, router in found.items()}
         print_rounds(f"time to first token over REST at {rate:.0f} requests a second, µs", in_turns(measures, repeats))
     with stacks(load.streams) as of_stacks:
-        print_rounds("answers of a real stack, in a second", in_turns(of_stacks, max(repeats // 3, 2)))
+        rounds = of_twins(in_turns(of_stacks, max(repeats // 3, 2)))
+        print_rounds("answers of a real stack, in a second", rounds)
 
 
 def main() -> int:
