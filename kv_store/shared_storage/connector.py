@@ -170,6 +170,8 @@ class SharedStorageConnector(KVConnector):
         """Does nothing: the files are the lease."""
 
     def close(self) -> None:
+        if not self._threads:  # it was never given a cache
+            return
         self._queue.close()
         self._lookups.close()
         self._background.close()

@@ -24,7 +24,7 @@ class Disk:
         # Unmounts when this process closes the pipe, or ends in whatever way.
         script = 'cat > /dev/null; umount --lazy "$1"'
         guard = ["sh", "-c", script, "sh", str(path)]
-        self._guard = None if self.why_not else subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        self._guard = None if self.why_not else _started(guard)
 
     def fill(self) -> None:
         fill(self.path)
@@ -54,8 +54,9 @@ class Disk:
         return total
 
     def close(self) -> None:
+        """Raises `OSError` if it cannot be unmounted."""
         if self._guard is not None:
-            self._guard.communicate()
+            _end(self._guard)
 
 
 class FreezingDisk:
@@ -73,7 +74,7 @@ class FreezingDisk:
         # Thaws and unmounts when this process closes the pipe, or ends in whatever way.
         script = 'cat > /dev/null; fsfreeze -u "$1" 2> /dev/null; umount --lazy "$1"'
         guard = ["sh", "-c", script, "sh", str(path)]
-        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        self._guard = _started(guard)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -84,7 +85,18 @@ class FreezingDisk:
             _run("fsfreeze", "-u", str(self._path))
 
     def close(self) -> None:
-        self._guard.communicate()
+        """Raises `OSError` if it cannot be unmounted."""
+        _end(self._guard)
+
+
+def _started(guard: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(guard, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def _end(guard: subprocess.Popen[bytes]) -> None:
+    _, words = guard.communicate()
+    if guard.returncode:
+        raise OSError(f"umount: {words.decode().strip()}")
 
 
 def fill(folder: Path) -> None:

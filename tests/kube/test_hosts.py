@@ -14,15 +14,15 @@ import pytest
 from baton.client.sync_client import Client
 from tests.kube import controllers
 from tests.kube.cluster import Cluster
+from tests.kube.groups import INDEX, MULTI_NODE, ready_groups, wait_for_groups
 from tests.kube.load import Load
 from tests.kube.processes import wait_until
-from tests.kube.release import Release, container_of, is_ready
+from tests.kube.release import Release, container_of
 from tests.kube.tiny_model import CLAIM, NAME, offer_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 
 NAMESPACE = "baton-hosts"
-INDEX, GROUP = "leaderworkerset.sigs.k8s.io/worker-index", "leaderworkerset.sigs.k8s.io/group-index"
 NUM_GROUPS = 2
 
 
@@ -43,29 +43,10 @@ def _install(release: Release) -> None:
         "values-laptop.yaml",
         **offer_tiny_model(release.cluster, release.namespace),  # type: ignore[arg-type]  # it is a local one
         decode__replicas=NUM_GROUPS,
-        decode__multiNode={"enabled": True, "size": 2},
+        decode__multiNode=MULTI_NODE,
         router__settings={"min_remote_tokens": 1},
     )
-    _wait_for_groups(release)
-
-
-def _groups(release: Release) -> dict[str, dict[str, str]]:
-    """UIDs of ready pods, by group and place in it."""
-    groups: dict[str, dict[str, str]] = {}
-    for pod in release.pods("decode"):
-        labels = pod["metadata"]["labels"]
-        if is_ready(pod):
-            groups.setdefault(labels[GROUP], {})[labels[INDEX]] = pod["metadata"]["uid"]
-    return groups
-
-
-def _wait_for_groups(release: Release) -> dict[str, dict[str, str]]:
-    def complete() -> bool:
-        groups = _groups(release)
-        return len(groups) == NUM_GROUPS and all(set(places) == {"0", "1"} for places in groups.values())
-
-    wait_until(f"{NUM_GROUPS} groups of two", complete, 120)
-    return _groups(release)
+    wait_for_groups(release, NUM_GROUPS, seconds=120)
 
 
 def _leaders(release: Release) -> set[str]:
@@ -104,17 +85,17 @@ def test_a_group_answers_as_one_rank_does(release: Release, local_cluster: Clust
 
 
 def test_pods_keep_their_secret_over_an_upgrade(release: Release) -> None:
-    before, groups = _secret(release), _groups(release)
+    before, groups = _secret(release), ready_groups(release)
     _install(release)
     assert _secret(release) == before
     assert len(before) == 48
-    assert _groups(release) == groups, "an upgrade that changes nothing restarts nobody"
+    assert ready_groups(release) == groups, "an upgrade that changes nothing restarts nobody"
 
 
 def test_a_group_that_loses_a_pod_is_made_anew_and_its_requests_move_on(
     release: Release, local_cluster: Cluster, ports: tuple[int, int]
 ) -> None:
-    before = _wait_for_groups(release)
+    before = wait_for_groups(release, NUM_GROUPS, seconds=120)
     with Load(*ports, max_tokens=100) as load:
         load.more_answers(4)
         [member] = [pod for pod in release.pods("decode") if pod["metadata"]["name"] == "baton-decode-1-1"]
@@ -123,7 +104,7 @@ def test_a_group_that_loses_a_pod_is_made_anew_and_its_requests_move_on(
         wait_until(
             "the group to end", lambda: not gone & {pod["metadata"]["uid"] for pod in release.pods("decode")}, 60
         )
-        after = _wait_for_groups(release)
+        after = wait_for_groups(release, NUM_GROUPS, seconds=120)
         load.more_answers(4)
     assert load.failures == []
     assert after["0"] == before["0"], "the other group is left alone"

@@ -13,15 +13,15 @@ import pytest
 
 from tests.kube import controllers
 from tests.kube.cluster import Cluster
+from tests.kube.groups import MULTI_NODE, wait_for_groups
 from tests.kube.load import Load
 from tests.kube.processes import wait_until
-from tests.kube.release import Release, container_of, is_ready
+from tests.kube.release import Release, container_of
 from tests.kube.tiny_model import offer_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMESPACE = "baton-groups"
-INDEX, GROUP = "leaderworkerset.sigs.k8s.io/worker-index", "leaderworkerset.sigs.k8s.io/group-index"
 
 
 @pytest.fixture(scope="module")
@@ -34,34 +34,15 @@ def release(local_cluster: Cluster, crds: Path) -> Iterator[Release]:
             "values-laptop.yaml",
             **offer_tiny_model(local_cluster, NAMESPACE),
             decode__replicas=2,
-            decode__multiNode={"enabled": True, "size": 2},
+            decode__multiNode=MULTI_NODE,
         )
-        _wait_for_groups(release, 2)
+        wait_for_groups(release, 2, seconds=300)
         yield release
         release.remove()
 
 
-def _groups(release: Release) -> dict[str, dict[str, str]]:
-    """UIDs of ready pods, by group and place in it."""
-    groups: dict[str, dict[str, str]] = {}
-    for pod in release.pods("decode"):
-        labels = pod["metadata"]["labels"]
-        if is_ready(pod):
-            groups.setdefault(labels[GROUP], {})[labels[INDEX]] = pod["metadata"]["uid"]
-    return groups
-
-
 def _uids(release: Release) -> set[str]:
     return {pod["metadata"]["uid"] for pod in release.pods("decode")}
-
-
-def _wait_for_groups(release: Release, number: int) -> dict[str, dict[str, str]]:
-    def complete() -> bool:
-        groups = _groups(release)
-        return len(groups) == number and all(set(places) == {"0", "1"} for places in groups.values())
-
-    wait_until(f"{number} groups of two", complete, 300)
-    return _groups(release)
 
 
 def _addresses(release: Release) -> set[str]:
@@ -77,7 +58,7 @@ def _addresses(release: Release) -> set[str]:
 
 
 def test_only_leaders_get_requests(release: Release) -> None:
-    _wait_for_groups(release, 2)
+    wait_for_groups(release, 2, seconds=300)
     wait_until("the leaders", lambda: _addresses(release) == {"baton-decode-0", "baton-decode-1"}, 60)
     assert "Phase:          Succeeded" in release.helm("test", release.name, "--timeout", "3m")
 
@@ -100,22 +81,22 @@ def test_members_find_a_leader_that_is_not_ready_yet(release: Release) -> None:
 def test_groups_are_scaled_whole(release: Release) -> None:
     scale = ("-n", NAMESPACE, "scale", "leaderworkerset", "baton-decode")
     release.cluster.kubectl(*scale, "--replicas=3")
-    _wait_for_groups(release, 3)
+    wait_for_groups(release, 3, seconds=300)
     wait_until("a third leader", lambda: "baton-decode-2" in _addresses(release), 60)
     release.cluster.kubectl(*scale, "--replicas=2")
     wait_until("four pods", lambda: len(release.pods("decode")) == 4, 200)
-    assert set(_wait_for_groups(release, 2)) == {"0", "1"}
+    assert set(wait_for_groups(release, 2, seconds=300)) == {"0", "1"}
 
 
 def test_group_of_a_killed_member_is_made_anew_and_no_request_fails(release: Release, local_cluster: Cluster) -> None:
-    before = _wait_for_groups(release, 2)
+    before = wait_for_groups(release, 2, seconds=300)
     service = f"baton-router.{NAMESPACE}"
     with Load(local_cluster.forward(service, 8000), local_cluster.forward(service, 50051), max_tokens=100) as load:
         load.more_answers(4)
         [member] = [pod for pod in release.pods("decode") if pod["metadata"]["name"] == "baton-decode-1-1"]
         local_cluster.kill_container(container_of(member))
         wait_until("the group to end", lambda: not _uids(release) >= set(before["1"].values()), 120)
-        after = _wait_for_groups(release, 2)
+        after = wait_for_groups(release, 2, seconds=300)
         load.more_answers(4)
     assert load.failures == []
     assert after["0"] == before["0"], "the other group is left alone"

@@ -197,6 +197,10 @@ class ConnectorConformance:
         consumer.connector.add_peer(producer.connector.describe())
         return producer, consumer
 
+    def test_one_that_was_never_given_a_cache_closes(self, create: Create) -> None:
+        """As after a start that failed."""
+        create("w", "e1").close()
+
     def test_blocks_arrive_whole_and_touch_nothing_else(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         refs = producer.published({3: name_of(1), 15: name_of(2), 0: name_of(3)})
