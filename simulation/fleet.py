@@ -107,7 +107,7 @@ class Fleet(FleetBase[SimulatedWorker, _OnItsWay]):
     def _send(self, one: _OnItsWay, key: str) -> None:
         """The request goes where its decision says."""
         decision, outcome = one.decision, one.outcome
-        self._router.send(key, self._clock.now, decision, one.block_names)
+        self._router.send(key, self._clock.now, decision, one.block_names, one.outcome.num_prompt_tokens)
         outcome.decode, outcome.num_tail_tokens = one.decode.address, decision.num_tail_tokens
         self._need(one, one.decode.address)
         if decision.prefill:

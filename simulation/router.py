@@ -124,11 +124,19 @@ class SimulatedRouter:
         token_s = None if targets.tpot_ms is None else targets.tpot_ms / 1000
         return self.first_tokens.target(targets.ttft_ms / 1000 - age_s, token_s)
 
-    def send(self, key: str, now: float, decision: RoutingDecision, block_names: Sequence[bytes]) -> None:
+    def send(
+        self,
+        key: str,
+        now: float,
+        decision: RoutingDecision,
+        block_names: Sequence[bytes],
+        num_prompt_tokens: int,
+    ) -> None:
         """Counts a request where `decision` sends it, until `ended`."""
         for address, num_missing in load_of(decision).items():
             self._index.expect(address, block_names, now)
-            self._records[address].send(key, Sent(now, num_missing, request_tag(key), decision.slack_s))
+            sent = Sent(now, num_missing, request_tag(key), decision.slack_s, num_prompt_tokens)
+            self._records[address].send(key, sent)
             self._changed.add(address)
 
     def ended(self, key: object, decision: RoutingDecision) -> None:

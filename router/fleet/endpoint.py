@@ -47,6 +47,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     # Of these tokens, those of prompts that had to begin within each of `SLACKS_S` when they were sent, to be in time:
     # as `WorkerLoad.queued_by_slack`. Empty: nobody knows, all may have to.
     unreported_by_slack: tuple[int, ...] = ()
+    num_unreported_context: int = 0  # tokens that unreported requests begin with, whoever computes their KV
 
     @property
     def can_prefill(self) -> bool:

@@ -213,14 +213,15 @@ class Registry:
                 await self._news.wait()
 
     def sending(
-        self, tokens: Mapping[str, int], request_id: str = "", slack_s: float | None = None
+        self, tokens: Mapping[str, int], request_id: str = "", slack_s: float | None = None, num_context: int = 0
     ) -> contextlib.AbstractContextManager[None]:
         """Counts a request as running on these workers, and as load until they report it themselves. `tokens`: by
         address, how many prompt tokens the worker computes. `request_id`: as workers get it; empty if it is sent to
-        them by somebody else. `slack_s`: `RoutingDecision.slack_s`."""
+        them by somebody else. `slack_s`: `RoutingDecision.slack_s`. `num_context`: tokens that the request begins
+        with, whoever computes their KV."""
         tag = request_tag(request_id) if request_id else None
         workers = [(self._workers[one], num) for one, num in tokens.items() if one in self._workers]
-        return _Sending(self, workers, tag, slack_s)
+        return _Sending(self, workers, tag, slack_s, num_context)
 
     def count_requests(self, address: str, change: int) -> None:
         """Updates the metric of running requests. A former worker's address leaves the metric with its last request."""
@@ -357,20 +358,26 @@ class Registry:
 class _Sending:
     """See `Registry.sending`. A generator would cost each request more."""
 
-    __slots__ = ("_registry", "_slack_s", "_tag", "_workers")
+    __slots__ = ("_num_context", "_registry", "_slack_s", "_tag", "_workers")
 
     def __init__(
-        self, registry: Registry, workers: Sequence[tuple[WorkerRecord, int]], tag: int | None, slack_s: float | None
+        self,
+        registry: Registry,
+        workers: Sequence[tuple[WorkerRecord, int]],
+        tag: int | None,
+        slack_s: float | None,
+        num_context: int,
     ) -> None:
         self._registry = registry
         self._workers = workers
         self._tag = tag
         self._slack_s = slack_s
+        self._num_context = num_context
 
     def __enter__(self) -> None:
         now = time.monotonic()
         for worker, num_tokens in self._workers:
-            worker.send(self, Sent(now, num_tokens, self._tag, self._slack_s))
+            worker.send(self, Sent(now, num_tokens, self._tag, self._slack_s, self._num_context))
             self._registry.count_requests(worker.address, 1)
 
     def __exit__(self, *_: object) -> None:

@@ -25,20 +25,23 @@ class Sent:
     num_tokens: int  # of the prompt, that the worker computes
     tag: int | None = None  # by which the worker names it once it counts it (`request_tag`)
     slack_s: float | None = None  # `RoutingDecision.slack_s`
+    num_context: int = 0  # tokens that it begins with, whoever computes their KV
 
 
 class SentTokens:
-    """Prompt tokens of requests that were sent and are not reported."""
+    """Tokens of requests that were sent and are not reported."""
 
-    __slots__ = ("_by_slack", "num")
+    __slots__ = ("_by_slack", "num", "num_context")
 
     def __init__(self) -> None:
-        self.num = 0
+        self.num = 0  # of prompts, that the worker computes
+        self.num_context = 0  # that the requests begin with
         self._by_slack = [0] * (len(SLACKS_S) + 1)  # of those with a target, by the first of `SLACKS_S` that is longer
 
     def add(self, sent: Sent, times: int = 1) -> None:
         """`times`: -1 takes it out again."""
         self.num += times * sent.num_tokens
+        self.num_context += times * sent.num_context
         if sent.slack_s is not None and sent.slack_s >= 0:  # others go after all that can be in time
             self._by_slack[bisect_left(SLACKS_S, sent.slack_s)] += times * sent.num_tokens
 
@@ -66,7 +69,7 @@ class WorkerRecord:
     ask_again_at: float = -math.inf  # time.monotonic() from which on it may be asked for a newer model of time
     lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
     sent: dict[object, Sent] = field(default_factory=dict)  # running requests that no report counts
-    sent_tokens: SentTokens = field(default_factory=SentTokens)  # of their prompts, that the worker computes
+    sent_tokens: SentTokens = field(default_factory=SentTokens)  # of these requests
     running: set[object] = field(default_factory=set)  # requests, reported or not
     _excluded: tuple[worker_pb2.WorkerInfo | None, ServedModel | None, str] | None = None
     _endpoint: Endpoint | None = None  # as it was told last
@@ -137,6 +140,7 @@ class WorkerRecord:
             and last.taken is self.taken
             and last.num_unreported == len(self.sent)
             and last.num_unreported_tokens == self.sent_tokens.num
+            and last.num_unreported_context == self.sent_tokens.num_context
             and last.unreported_by_slack == by_slack
             and last.excluded == excluded
             and last.suspended == suspended
@@ -162,6 +166,7 @@ class WorkerRecord:
             suspended=suspended,
             num_unreported=len(self.sent),
             num_unreported_tokens=self.sent_tokens.num,
+            num_unreported_context=self.sent_tokens.num_context,
             unreported_by_slack=by_slack,
         )
         return self._endpoint

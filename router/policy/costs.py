@@ -203,13 +203,17 @@ def all_know_their_times(endpoints: Sequence[Endpoint]) -> bool:
 
 
 def _decodes_of(endpoint: Endpoint, num_more: int) -> tuple[int, int]:
-    """(requests, tokens of their context): those that run, and `num_more` like them; then those that wait run, too."""
+    """(requests, tokens of their context): those that run, and `num_more` like them; then those that wait run, too. If
+    none runs, they are like those that were sent since."""
     load = endpoint.load
     num = load.num_requests_running
     context = max(0, load.num_blocks - load.num_free_blocks - load.num_cached_blocks) * endpoint.block_size
     if num_more:
         more = num_more + load.num_requests_waiting + endpoint.num_unreported
-        context, num = (context + more * context // num if num else 0), num + more
+        like, num_like = (context, num) if num else (endpoint.num_unreported_context, endpoint.num_unreported)
+        # A decode costs mostly by its context: if newcomers had none, an empty worker would get all requests until its
+        # next report.
+        context, num = (context + more * like // num_like if num_like else 0), num + more
     return num, context
 
 

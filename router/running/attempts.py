@@ -107,7 +107,9 @@ class Attempts:
         pace, blame = _Pace(), PrefillBlame(decision.prefill)
         track, helpers = self._registry.track, () if decision.in_place else decision.prefill[:1]
         with (
-            self._registry.sending(load_of(decision), request.request_id, decision.slack_s),
+            self._registry.sending(
+                load_of(decision), request.request_id, decision.slack_s, request.num_prompt_tokens + len(sent)
+            ),
             track.probing(decode.incarnation),
             track.probing(*[helper.incarnation for helper in helpers]) as until_first_token,
         ):

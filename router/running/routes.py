@@ -198,12 +198,12 @@ class Routes:
             raise UnusablePickError("gone", f"{endpoint.address}: {why}")
         return endpoint
 
-    def ahead(self, route: Route, decision: RoutingDecision) -> AbstractContextManager[None]:
+    def ahead(self, route: Route, decision: RoutingDecision, num_prompt_tokens: int) -> AbstractContextManager[None]:
         """Counts a request that was decided about and has not come yet as load of its workers."""
         now, index = self._clock(), self._registry.blocks.index
         for address in load_of(decision):
             index.expect(address, route.block_names, now)
-        return self._registry.sending(load_of(decision), slack_s=decision.slack_s)
+        return self._registry.sending(load_of(decision), slack_s=decision.slack_s, num_context=num_prompt_tokens)
 
     def note(
         self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, cause: str

@@ -103,7 +103,7 @@ class CountedFleet(FleetBase[CountedWorker, _OnItsWay]):
         )
         decode = self._members[decision.decode.address].worker
         one = self._on_their_way[key] = _OnItsWay(outcome, decision, decode, job, visit)
-        self._router.send(key, self._clock.now, decision, block_names)
+        self._router.send(key, self._clock.now, decision, block_names, num_prompt)
         outcome.decode, outcome.num_tail_tokens = decode.address, decision.num_tail_tokens
         self._need(one, decode.address)
         if decision.prefill:

@@ -120,11 +120,18 @@ class CountedRouter(SimulatedRouter):
             elif (next_s := worker.under_way.next_block_s) is not None:
                 self._look_at(worker, max(next_s, next_turn))
 
-    def send(self, key: str, now: float, decision: RoutingDecision, block_names: Sequence[bytes]) -> None:
+    def send(
+        self,
+        key: str,
+        now: float,
+        decision: RoutingDecision,
+        block_names: Sequence[bytes],
+        num_prompt_tokens: int,
+    ) -> None:
         for address, num_missing in load_of(decision).items():
             self._index.expect(address, block_names, now)
             seen = self._seen[address]
-            seen.sent[key] = sent = Sent(now, num_missing, slack_s=decision.slack_s)
+            seen.sent[key] = sent = Sent(now, num_missing, slack_s=decision.slack_s, num_context=num_prompt_tokens)
             seen.sent_tokens.add(sent)
             self._changed.add(address)
 
@@ -210,5 +217,6 @@ class CountedRouter(SimulatedRouter):
             load=seen.load,
             num_unreported=len(seen.sent),
             num_unreported_tokens=tokens.num,
+            num_unreported_context=tokens.num_context,
             unreported_by_slack=tokens.by_slack,
         )

@@ -144,6 +144,35 @@ def test_the_next_step_has_those_that_wait() -> None:
     assert step_s(one, num_more=1) == pytest.approx(0.01 + 8 * 0.001)
 
 
+@pytest.mark.parametrize(
+    ("text", "context", "seconds"),
+    [
+        ("d decode 0/0 9/9", 0, 0.01 + 0.001),
+        ("d decode 0/0 9/9 unreported=2", 2000, 0.01 + 3 * (0.001 + 0.01)),
+        ("d decode 0/1 9/9 unreported=2", 2000, 0.01 + 4 * (0.001 + 0.01)),
+        ("d decode 1/0 0/100 unreported=2", 2000, 0.01 + 4 * (0.001 + 0.016)),  # like the one that runs
+    ],
+)
+def test_requests_that_no_report_counts_have_a_context(text: str, context: int, seconds: float) -> None:
+    (one,) = workers(text, d=model(pair_s=1e-5))
+    assert step_s(replace(one, num_unreported_context=context), num_more=1) == pytest.approx(seconds)
+
+
+def test_an_empty_worker_does_not_get_all_requests_until_its_next_report() -> None:
+    """Four decodes of 1,000 tokens run on each other worker. Their steps take longer for their context alone."""
+    lines = ["empty decode 0/0 1000/1000", *(f"d{number} decode 4/0 750/1000" for number in range(9))]
+    sent = dict.fromkeys([one.split()[0] for one in lines], 0)
+    fleet_of_ten = workers("\n".join(lines), **dict.fromkeys(sent, model(token_s=1e-7, pair_s=1e-6)))
+    for _ in range(40):
+        now = [
+            replace(one, num_unreported=sent[one.address], num_unreported_context=1000 * sent[one.address])
+            for one in fleet_of_ten
+        ]
+        sent[pick(now).decode.address] += 1
+    assert 7 <= sent["empty"] <= 9, sent
+    assert all(3 <= num <= 4 for name, num in sent.items() if name != "empty"), sent
+
+
 # ------------------------------------------------------------------------------------ what workers say
 
 

@@ -19,6 +19,7 @@ from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet.endpoint import Endpoint
 from router.fleet.patience import Patience
 from router.fleet.registry import Registry
+from router.fleet.worker import Sent, WorkerRecord
 from router.policy.base import Reasons, RoutingDecision, RoutingRequest
 from router.running.dispatch import Dispatcher
 from router.running.request import Progress
@@ -78,6 +79,25 @@ async def test_migration_gives_each_token_once(
     assert last.report.decode_worker == second.address
     assert last.usage.completion_tokens == len(token_ids)
     assert sample("baton_router_migrations_total", reason="UNAVAILABLE") == before + 1
+
+
+async def test_a_request_counts_with_all_that_it_begins_with(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a migration, what was answered before is context, too."""
+    sent: list[tuple[str, int]] = []
+    send = WorkerRecord.send
+
+    def noted(record: WorkerRecord, key: object, one: Sent) -> None:
+        sent.append((record.address, one.num_context))
+        send(record, key, one)
+
+    monkeypatch.setattr(WorkerRecord, "send", noted)
+    first, second = pair
+    first.die_after = 3
+    await ask(await start_router(*pair))
+    num_prompt = len(first.requests[0].prompt_token_ids)
+    assert sent == [(first.address, num_prompt), (second.address, num_prompt + 3)]
 
 
 async def test_the_report_tells_what_a_lost_worker_went_through(

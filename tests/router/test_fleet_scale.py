@@ -76,7 +76,12 @@ def busy(draw: Random, one: Endpoint) -> Endpoint:
     num_tokens = unreported * draw.choice((7, 500))
     by_slack = draw.choice(((), tuple(sorted(draw.randint(0, num_tokens) for _ in SLACKS_S))))
     return replace(
-        one, load=load, num_unreported=unreported, num_unreported_tokens=num_tokens, unreported_by_slack=by_slack
+        one,
+        load=load,
+        num_unreported=unreported,
+        num_unreported_tokens=num_tokens,
+        num_unreported_context=2 * num_tokens,
+        unreported_by_slack=by_slack,
     )
 
 

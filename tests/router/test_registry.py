@@ -129,8 +129,9 @@ async def test_the_kept_fleet_is_told_of_all_that_changes(registry: Registry, wo
 
     assert kept().state is WorkerState.UNREACHABLE
     await until(registry, lambda: kept().state is WorkerState.READY)
-    with registry.sending({worker.address: 7}):
-        assert (kept().num_unreported, kept().num_unreported_tokens) == (1, 7)
+    with registry.sending({worker.address: 7}, num_context=70):
+        told = kept()
+        assert (told.num_unreported, told.num_unreported_tokens, told.num_unreported_context) == (1, 7, 70)
     assert kept().num_unreported == 0
     worker.change(num_requests_waiting=3)
     await until(registry, lambda: kept().load.num_requests_waiting == 3)

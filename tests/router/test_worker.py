@@ -36,16 +36,20 @@ def lose(worker: WorkerRecord) -> None:
 async def worker() -> WorkerRecord:
     made = WorkerRecord("127.0.0.1:1", WorkerRole.DECODE, grpc.aio.insecure_channel("127.0.0.1:1"), 0)
     made.info, made.state = info(), WorkerState.READY
-    made.send("first", Sent(0.0, 3))
+    made.send("first", Sent(0.0, 3, num_context=30))
     return made
 
 
+NONE_UNREPORTED = {"num_unreported": 0, "num_unreported_tokens": 0, "num_unreported_context": 0}
 CHANGES: list[tuple[Callable[[WorkerRecord], object], dict[str, object]]] = [
     (lambda one: report(one, num_requests_waiting=2), {"load": WorkerLoad(num_requests_waiting=2)}),
     (lambda one: introduce(one, "e2"), {"epoch": "e2"}),
     (lose, {"state": WorkerState.UNREACHABLE}),
-    (lambda one: one.send("second", Sent(1.0, 5)), {"num_unreported": 2, "num_unreported_tokens": 8}),
-    (lambda one: one.reported("first"), {"num_unreported": 0, "num_unreported_tokens": 0}),
+    (
+        lambda one: one.send("second", Sent(1.0, 5, num_context=50)),
+        {"num_unreported": 2, "num_unreported_tokens": 8, "num_unreported_context": 80},
+    ),
+    (lambda one: one.reported("first"), NONE_UNREPORTED),
     (lambda one: one.reported("another"), {}),
 ]
 

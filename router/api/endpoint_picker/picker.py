@@ -142,7 +142,7 @@ class EndpointPicker:
         headers = {PICK_HEADER: self._picks.signed(pick)}
         if request.request_id != asked.headers.get(REQUEST_ID_HEADER):
             headers[REQUEST_ID_HEADER] = request.request_id
-        self._picks.hold(pick.number, gateway.routes.ahead(route, decision))
+        self._picks.hold(pick.number, gateway.routes.ahead(route, decision, request.num_prompt_tokens))
         return Choice(addresses=choice.addresses, headers=headers, number=pick.number)
 
     def answered(self, choice: Choice, served: str) -> None:
