@@ -71,6 +71,8 @@ class Cell:
     way: str
     num: int = 0  # requests
     num_in_time: int = 0
+    num_late_ttft: int = 0  # of real ones
+    num_late_tpot: int = 0
     seconds: float = 0.0  # in which they came
     chat_itl_p99_ms: float = 0.0  # the mean of the repeats
 
@@ -114,7 +116,7 @@ class Runs:
         own = [*itertools.product(args.workload.split(","), args.loads)]
         with stack(WAYS[0], flags) as address:
             alone = {
-                kind: [asyncio.run(send(address, [replace(one, at=0.0)], {}))[0] for one in requests]
+                kind: [asyncio.run(send(address, [replace(one, at=0.0)], {}, seed=-1))[0] for one in requests]
                 for kind, requests in self._alone.items()
             }
         answers = {kind: [one for one in found[1:] if one] for kind, found in alone.items()}  # the first warms it up
@@ -125,18 +127,21 @@ class Runs:
             with stack(way, flags) as address:
                 for requests in self._alone.values():
                     warm = [replace(one, at=0.0) for one in requests[:NUM_WARM]]
-                    asyncio.run(send(address, warm, {}))
-                for workload, load in places:
-                    self._measure(address, way, workload, load, repeat)
+                    asyncio.run(send(address, warm, {}, seed=-1))
+                for seed, (workload, load) in enumerate(places):
+                    self._measure(address, way, workload, load, repeat, seed)
 
-    def _measure(self, address: str, way: Way, workload: str, load: float, repeat: int) -> None:
+    def _measure(self, address: str, way: Way, workload: str, load: float, repeat: int, seed: int) -> None:
+        """`seed`: of the prompts, so that none is in a cache since an earlier run."""
         requests, rate = self._requests(2, workload, load, repeat)
         print(f"{way.name}, {workload} at {load:g}: {len(requests)} requests", file=sys.stderr, flush=True)
         targets = self._simulation.targets
-        answers = asyncio.run(send(address, requests, targets if way.has_targets else {}))
+        answers = asyncio.run(send(address, requests, targets if way.has_targets else {}, seed))
         pairs = [*zip(requests, answers, strict=True)]
         num = sum(one is not None and one.is_in_time(targets[request.tenant]) for request, one in pairs)
         cell = self._add(2, workload, load, way.name, len(requests), num, rate)
+        cell.num_late_ttft += sum(one is not None and one.is_late(targets[request.tenant])[0] for request, one in pairs)
+        cell.num_late_tpot += sum(one is not None and one.is_late(targets[request.tenant])[1] for request, one in pairs)
         chats = [one for request, one in pairs if request.tenant == "chat" and one is not None]
         cell.chat_itl_p99_ms += itl_p99_ms(chats) / self._args.repeats
 
@@ -214,13 +219,13 @@ def stack(way: Way, flags: Sequence[str]) -> Iterator[str]:
 
 
 async def send(
-    address: str, requests: Sequence[TrafficRequest], targets: Mapping[str, LatencyTargets]
+    address: str, requests: Sequence[TrafficRequest], targets: Mapping[str, LatencyTargets], seed: int
 ) -> list[Answer | None]:
-    """Each when it is due; None for one that was refused. `targets` that they have, by kind."""
+    """Each when it is due; None for one that was refused. `targets` that they have, by kind; `seed` of the prompts."""
     client, clock = GrpcClient(address), asyncio.get_running_loop().time
     asked = [
         Request(
-            prompt=prompt_token_ids(one, VOCABULARY, 0),
+            prompt=prompt_token_ids(one, VOCABULARY, seed),
             max_tokens=one.num_output_tokens,
             options={"temperature": 0.0, "ignore_eos": True},
             targets=targets.get(one.tenant),

@@ -104,9 +104,13 @@ class Answer:
     tpot_s: float | None  # None: of one token
     gaps_s: Sequence[float] = ()  # from token to token, of real ones
 
-    def is_in_time(self, targets: LatencyTargets) -> bool:
+    def is_late(self, targets: LatencyTargets) -> tuple[bool, bool]:
+        """(first token, time per token)"""
         ttft_ms, tpot_ms = targets.ttft_ms or 0.0, targets.tpot_ms or 0.0
-        return 1000 * self.ttft_s <= ttft_ms and 1000 * (self.tpot_s or 0.0) <= tpot_ms
+        return 1000 * self.ttft_s > ttft_ms, 1000 * (self.tpot_s or 0.0) > tpot_ms
+
+    def is_in_time(self, targets: LatencyTargets) -> bool:
+        return not any(self.is_late(targets))
 
 
 def targets_of(alone: Mapping[str, Sequence[Answer]]) -> dict[str, LatencyTargets]:
