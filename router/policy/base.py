@@ -69,10 +69,6 @@ class Reasons:
     passed_over: Sequence[tuple[str, str]] = ()  # address of a worker, and why not that one
     choices: Sequence[Callable[[], str]] = ()
 
-    def last(self, num: int) -> Reasons:
-        """Without the first workers that were passed over, if they are more than `num`."""
-        return self if len(self.passed_over) <= num else Reasons(self.passed_over[-num:], self.choices)
-
     def lines(self) -> tuple[str, ...]:
         """One for each worker passed over, and for each choice."""
         return (*(f"{address}: {why}" for address, why in self.passed_over), *(choice() for choice in self.choices))

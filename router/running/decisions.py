@@ -53,7 +53,10 @@ class Decisions:
             prefill_workers=tuple([endpoint.address for endpoint in decision.prefill]),
             in_place=decision.in_place,
         )
-        self._kept.append((request.client.tenant, made, decision.reasons.last(MAX_REASONS)))
+        reasons = decision.reasons
+        if len(reasons.passed_over) > MAX_REASONS:  # of a large fleet: nobody is told of the others
+            reasons = Reasons(reasons.passed_over[-MAX_REASONS:], reasons.choices)
+        self._kept.append((request.client.tenant, made, reasons))
 
     def latest(self, limit: int, tenant: str | None = None, _which: str = "") -> list[Decision]:
         """Made now, since few are asked for. The newest first; with `tenant` only those of its requests."""
