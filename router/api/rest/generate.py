@@ -16,7 +16,6 @@ from router.api.asking import Call, Prompts, TextBody, requests_of
 from router.api.rest.anthropic.count_tokens import begin
 from router.api.rest.anthropic.messages import MessageAnswer
 from router.api.rest.anthropic.messages_body import MessagesBody
-from router.api.rest.http.errors import request_id_headers
 from router.api.rest.in_process import ROOM
 from router.api.rest.openai.answer import CompletionAnswer
 from router.api.rest.openai.body_types import refuse_if_asked
@@ -197,7 +196,7 @@ class GenerationHandlers:
         room: Room | None = getattr(request.state, ROOM, None)
         call = Call(interface="rest", request_id=request_id, arrived_at=arrived_at, hints=hints, room=room)
         ask = partial(self._answer, body, prompts, make_answer, call, held.grow)
-        headers = request_id_headers(request_id, request.scope["path"])
+        headers = dict.fromkeys(body.id_headers, request_id)
         if not body.stream:
             return await json_answer(request, _whole(ask), headers)
         first, events = await unless_gone(request, _streamed(ask))

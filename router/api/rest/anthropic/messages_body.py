@@ -21,6 +21,7 @@ from router.api.rest.anthropic.messages_input import (
     text_of,
     turns_of,
 )
+from router.api.rest.http.error_body import ANTHROPIC_ID_HEADERS
 from router.api.rest.openai.body_types import (
     Body,
     GivenRaw,
@@ -236,6 +237,7 @@ class MessagesBody(PromptFields, kw_only=True, dict=True):
     include_metrics: bool | None = None  # see `GenerationBody`
 
     choices: ClassVar[Choices] = Choices()
+    id_headers: ClassVar[tuple[str, ...]] = ANTHROPIC_ID_HEADERS
     unsupported: ClassVar[tuple[str, ...]] = (
         "container",
         "context_management",

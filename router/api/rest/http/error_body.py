@@ -42,6 +42,10 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 ANTHROPIC_PATH = "/v1/messages"
+REQUEST_ID_HEADERS = ("X-Request-Id",)
+"""Headers of an answer that name its request."""
+ANTHROPIC_ID_HEADERS = (*REQUEST_ID_HEADERS, "Request-Id")
+"""Anthropic's clients look for one of their own."""
 
 
 class NotHttpError(BatonError):

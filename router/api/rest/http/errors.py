@@ -11,7 +11,14 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from common.errors import BatonError, InternalError, UnauthenticatedError
-from router.api.rest.http.error_body import anthropic_body, error_body, has_anthropic_errors, status_body
+from router.api.rest.http.error_body import (
+    ANTHROPIC_ID_HEADERS,
+    REQUEST_ID_HEADERS,
+    anthropic_body,
+    error_body,
+    has_anthropic_errors,
+    status_body,
+)
 from router.running.request import new_request_id
 
 log = logging.getLogger(__name__)
@@ -27,9 +34,8 @@ def json_response(
 
 
 def request_id_headers(request_id: str, path: str) -> dict[str, str]:
-    """The headers of an answer that name its request; Anthropic's clients look for one of their own."""
-    own = {"Request-Id": request_id} if has_anthropic_errors(path) else {}
-    return {"X-Request-Id": request_id, **own}
+    """The headers of an answer at `path` that name its request."""
+    return dict.fromkeys(ANTHROPIC_ID_HEADERS if has_anthropic_errors(path) else REQUEST_ID_HEADERS, request_id)
 
 
 def error_response(error: BatonError, request_id: str = "", path: str = "") -> Response:

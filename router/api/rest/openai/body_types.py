@@ -11,6 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 from common.cache_hints import Retain
 from common.errors import InvalidArgumentError
 from common.targets import LatencyTargets, check_targets
+from router.api.rest.http.error_body import REQUEST_ID_HEADERS
 from router.limits.targets import NOTHING_GIVEN, GivenTargets, given_in_body
 
 GivenRaw = Raw | UnsetType
@@ -67,6 +68,8 @@ class AnswerBody(Body, kw_only=True):
     service_tier: str | None = None
     prompt_cache_retention: GivenRaw = UNSET
     prompt_cache_options: GivenRaw = UNSET
+
+    id_headers: ClassVar[tuple[str, ...]] = REQUEST_ID_HEADERS  # of the answer
 
     def targets(self) -> GivenTargets:
         """Raises `InvalidArgumentError`."""
