@@ -18,7 +18,7 @@ from common.config import RouterSettings
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2_grpc, router_pb2_grpc
 from router.api.rest.app import BODIES
-from router.api.rest.openai.sampling_fields import schemas
+from router.api.rest.openapi import schemas
 from router.fleet import served_model
 from router.fleet.patience import PATIENCE, Patience
 from router.running.retries import DispatchLimits

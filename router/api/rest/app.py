@@ -26,7 +26,6 @@ from router.api.rest.openai.files import FileHandlers
 from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
 from router.api.rest.openai.prefix import PrefixBody, PrefixHandlers, RetainPrefixBody
 from router.api.rest.openai.responses_body import ResponsesBody
-from router.api.rest.openai.sampling_fields import schemas
 from router.api.rest.openai.stored_responses import StoredResponses
 from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
 from router.api.ui.live import Live
@@ -66,7 +65,7 @@ def make_app(
     tokenizer, information = TokenizerHandlers(gateway), InformationHandlers(gateway)
     count_tokens = CountTokensHandler(gateway).count_tokens
 
-    references, components = schemas(BODIES)
+    references, components = openapi.schemas(BODIES)
     direct: dict[str, Endpoint] = {}
 
     describing: list[Callable[[], None]] = []

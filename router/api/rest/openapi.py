@@ -1,4 +1,4 @@
-"""What the OpenAPI page says of parameters and answers. Bodies of requests are described by `sampling_fields.schemas`.
+"""What the OpenAPI page says of bodies, parameters and answers.
 
 Answers are plain mappings in the code, so their schemas are written here; tests hold real answers against them. Each
 requires what an answer always has, and names what else may be in it.
@@ -6,10 +6,15 @@ requires what an answer always has, and names what else may be in it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from common.metric_page import OPENMETRICS
+from common.sampling import json_schemas, parameters
+from router.api.rest.openai.body_types import Body
 
 Json = dict[str, Any]
 
@@ -25,6 +30,24 @@ METRICS: Json = {
     **OPTIONAL_OBJECT,
     "description": "if include_metrics asks for it: times and workers of the one answer (docs/tracing.md)",
 }
+
+
+@functools.cache
+def schemas(bodies: tuple[type[Body], ...]) -> tuple[tuple[Json, ...], dict[str, Json]]:
+    """(a reference to each body's JSON Schema, all schemas by name), sampling parameters with help and bounds."""
+    reference = "#/components/schemas/{name}"
+    references, components = msgspec.json.schema_components(bodies, ref_template=reference)
+    sampling, inner = json_schemas(reference.format(name="{model}"))
+    for body in bodies:
+        properties, own = components[body.__name__]["properties"], getattr(body.__base__, "__struct_fields__", ())
+        for name, parameter in parameters().items():
+            plain = [{"type": "string"}, {"type": "null"}] if parameter.is_texts else [{"type": "null"}]
+            for one in (name, *parameter.rest_aliases):
+                if one in properties and one not in own:
+                    properties[one] = {"anyOf": [sampling[name], *plain]}
+                elif one in properties:
+                    properties[one].get("anyOf", [properties[one]])[0]["description"] = parameter.help
+    return references, {**components, **inner}
 
 
 def ref(name: str) -> Json:

@@ -27,12 +27,13 @@ from router.api.rest.openai.body_types import (
     GivenRaw,
     RetainBody,
     SloBody,
+    parameters_in,
     refuse_if_asked,
     refuse_unless,
     targets_of,
+    with_sampling,
 )
 from router.api.rest.openai.guided import schema_text
-from router.api.rest.openai.sampling_fields import parameters_in, with_sampling
 from router.limits.targets import GivenTargets
 from text.conversation import (
     DEFAULT_EFFORT,

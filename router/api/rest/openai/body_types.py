@@ -1,15 +1,17 @@
-"""What all bodies of REST requests are made of."""
+"""What all bodies of REST requests are made of: shared fields, those of the sampling parameters among them, and what a
+field's value asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, cast
+from collections.abc import Collection, Iterable
+from typing import ClassVar, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from common.cache_hints import Retain
 from common.errors import InvalidArgumentError
+from common.sampling import FieldName, parameters
 from common.targets import LatencyTargets, check_targets
 from router.api.rest.http.error_body import REQUEST_ID_HEADERS
 from router.limits.targets import NOTHING_GIVEN, GivenTargets, given_in_body
@@ -20,10 +22,42 @@ GivenRaw = Raw | UnsetType
 
 _SPACES = b" \t\r\n"
 
+_PARAMETERS = [(name, parameter.is_texts) for name, parameter in parameters().items()]
+ALIASES_OF = {name: parameter.rest_aliases for name, parameter in parameters().items()}
+"""Other names of a sampling parameter, which clients of other servers use."""
+ALIASES = [(name, alias) for name, aliases in ALIASES_OF.items() for alias in aliases]
+
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kinds: ClassVar[tuple[str, ...]] = ()
     """What `type` may be, of an object of which others have kinds with fields of their own."""
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def with_sampling(body: type[BodyT]) -> type[BodyT]:
+    """`body` with a field for each sampling parameter that it does not declare itself, and for their other names."""
+    fields: list[tuple[str, object, None]] = []
+    for name, parameter in parameters().items():
+        kind = parameter.type | str | None if parameter.is_texts else parameter.type | None
+        names = (name, *parameter.rest_aliases)
+        fields += [(one, kind, None) for one in names if one not in body.__struct_fields__]
+    made = msgspec.defstruct(
+        body.__name__, fields, bases=(body,), module=body.__module__, kw_only=True, forbid_unknown_fields=True
+    )
+    return cast("type[BodyT]", made)
+
+
+def parameters_in(body: Body, field_name: FieldName = str, renamed: Collection[str] = frozenset()) -> dict[str, object]:
+    """The sampling parameters that the client set in `body`. `field_name`: the field that has the value of one that is
+    among the `renamed`."""
+    given = {}
+    for name, is_texts in _PARAMETERS:
+        value = getattr(body, field_name(name) if name in renamed else name)
+        if value is not None:
+            given[name] = (value,) if is_texts and isinstance(value, str) else value
+    return given
 
 
 class RetainBody(Body, kw_only=True):

@@ -15,17 +15,20 @@ from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.validation import ModelLimits
 from router.api.rest.openai.body_types import (
+    ALIASES,
+    ALIASES_OF,
     Body,
     GivenRaw,
     asks,
     is_given,
+    parameters_in,
     refuse_if_asked,
     refuse_unless,
     several,
+    with_sampling,
 )
 from router.api.rest.openai.chat_messages import ChatMessage, conversation_of
 from router.api.rest.openai.guided import GuidedFields
-from router.api.rest.openai.sampling_fields import ALIASES, ALIASES_OF, parameters_in, with_sampling
 from router.api.rest.openai.tools import FunctionTool, NamedTool, chat_tools
 from router.preparing.preparation import ONE_ANSWER
 from text.conversation import Conversation, Tools, check_effort

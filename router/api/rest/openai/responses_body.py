@@ -17,12 +17,13 @@ from router.api.rest.openai.body_types import (
     Body,
     GivenRaw,
     is_given,
+    parameters_in,
     refuse_if_asked,
     refuse_unless,
+    with_sampling,
 )
 from router.api.rest.openai.guided import schema_text
 from router.api.rest.openai.responses_input import InputItem, items_of, num_parts, turns_of
-from router.api.rest.openai.sampling_fields import parameters_in, with_sampling
 from router.api.rest.openai.tools import JsonObject, allowed_mode
 from text.conversation import (
     CallIds,
