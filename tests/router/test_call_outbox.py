@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.baton.v1 import decode_pb2
-from router.fleet.call_outbox import BATCH_BYTES, MAX_IDS, CallOutbox
+from router.fleet.decode_stream import BATCH_BYTES, MAX_IDS, CallOutbox
 
 NUM_BYTES = 1000
 

@@ -15,9 +15,8 @@ from common.errors import BatonError, InvalidArgumentError
 from common.grpc.call_window import MAX_EVENTS, MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
 from common.grpc.options import REQUEST_OTHER_BYTES
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
-from router.fleet.call_outbox import CallOutbox
 from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
-from router.fleet.decode_stream import DecodeStreams
+from router.fleet.decode_stream import CallOutbox, DecodeStreams
 from tests.router.conftest import StartRouter, StartWorker
 from tests.support.fake_worker import ANSWER, FakeWorker
 
