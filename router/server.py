@@ -29,9 +29,9 @@ from router.api.echo import EchoMiddleware
 from router.api.grpc_auth import KeyInterceptor
 from router.api.grpc_services import ADMIN, DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
 from router.api.rest.app import make_app
+from router.api.rest.entrance import LimitMiddleware
 from router.api.rest.http.auth import KeyMiddleware
 from router.api.rest.http.cors import CorsMiddleware
-from router.api.rest.http.limits import LimitMiddleware
 from router.api.rest.http.listener import listen
 from router.api.rest.http.protocol import Connections
 from router.api.rest.http.root_path import RootPathMiddleware

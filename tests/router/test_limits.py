@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.grpc.status import error_of_call
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from router.api.rest.http.limits import LimitMiddleware
+from router.api.rest.entrance import LimitMiddleware
 from router.limits.gate import Gate
 from tests.router.conftest import RunningRouter, StartRouter, reaches, sample
 from tests.router.processes.running import running

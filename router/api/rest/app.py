@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from common.version import VERSION
 from router.api.rest import oip, openapi
 from router.api.rest.anthropic.count_tokens import CountTokensHandler
 from router.api.rest.anthropic.messages_body import CountTokensBody, MessagesBody
+from router.api.rest.entrance import DirectApp, Endpoint, guarded
 from router.api.rest.generate import GenerationHandlers
-from router.api.rest.guarded import Endpoint, guarded
 from router.api.rest.http import errors
 from router.api.rest.http.auth import OPEN_PATHS
 from router.api.rest.http.error_body import has_anthropic_errors
@@ -200,35 +200,3 @@ def _batch_routes(files: FileHandlers, batches: BatchHandlers) -> list[tuple[str
         ("GET", "/v1/batches/{batch_id}", batches.told),
         ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
     ]
-
-
-class DirectApp:
-    """The way of the requests that models answer: straight to their handlers. Routing, exception handlers and
-    dependency injection are a dozen calls around each request, and around each piece of an answer that is sent. These
-    handlers need none of it: a path is looked up in a table, and failures are answers already.
-
-    An ASGI application that takes POST requests to the paths of `handlers`, and leaves all else to `app`. `handlers`
-    answer failures, too: they raise nothing.
-
-    `app` is asked GET where a client asks HEAD: the connection leaves the answer's body out. It is told of `root_path`,
-    which redirects have to begin with."""
-
-    def __init__(self, app: ASGIApp, handlers: Mapping[str, Endpoint], root_path: str = "") -> None:
-        self._app = app
-        self._handlers = handlers
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        handler = self._handlers.get(scope["path"]) if is_post else None
-        if handler is None:
-            await self._app(self._for_app(scope), receive, send)
-            return
-        response = await handler(Request(scope, receive))
-        await response(scope, receive, send)
-
-    def _for_app(self, scope: Scope) -> Scope:
-        if scope["type"] != "http" or (scope["method"] != "HEAD" and not self._root_path):
-            return scope
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        return {**scope, "method": method, "root_path": self._root_path, "path": self._root_path + scope["path"]}

@@ -31,7 +31,7 @@ from router.api.oip.inference import (
     request_id_of,
 )
 from router.api.oip.tensors import Tensor, Value, check_one_value, value_of_raw
-from router.api.rest.guarded import Endpoint, guarded
+from router.api.rest.entrance import Endpoint, guarded
 from router.api.rest.http.body import JSON_TYPE, read_body
 from router.api.rest.http.errors import as_baton, error_headers
 from router.api.rest.openai.body_types import Body
