@@ -25,11 +25,10 @@ from common.tls import serving_files
 from common.trace_settings import make_trace_export
 from router.api.access_log import AccessLog, AccessLogMiddleware
 from router.api.api_keys import ApiKeys
-from router.api.echo import EchoMiddleware
 from router.api.grpc_auth import KeyInterceptor
 from router.api.grpc_services import ADMIN, DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
 from router.api.rest.app import make_app
-from router.api.rest.entrance import LimitMiddleware
+from router.api.rest.entrance import EchoMiddleware, LimitMiddleware
 from router.api.rest.http.auth import KeyMiddleware
 from router.api.rest.http.cors import CorsMiddleware
 from router.api.rest.http.listener import listen

@@ -1,8 +1,11 @@
 """The entrance of REST: what each HTTP request passes on its way to its handler, from the outside in.
 
+EchoMiddleware   headers that go back with its answer
 LimitMiddleware  its place among the requests in flight, the bytes that it may hold, and its time
 DirectApp        from its path to its handler
 guarded          whatever happens in the handler becomes an answer
+
+`router.server` puts what settings ask for between the first two: who asks (keys), the live page, CORS.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from contextlib import AbstractContextManager
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common import metrics
 from common.errors import BatonError, DeadlineError, OverloadedError
 from router.api.api_keys import current_client
+from router.api.echo import ECHOED, goes_back
 from router.api.rest.http.auth import OPEN_PATHS
 from router.api.rest.http.error_body import HeadTooLargeError
 from router.api.rest.http.errors import as_baton, error_response
@@ -32,6 +36,33 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Failed = Callable[[Request, BatonError], Response]
 
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
+_ECHOED = frozenset(name.encode() for name in ECHOED)
+
+
+class EchoMiddleware:
+    """An ASGI application around another. Headers that the other sets itself stay as they are (`router.api.echo`)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        found = [one for one in scope["headers"] if one[0] in _ECHOED]
+        found = [one for one in found if goes_back(one[0].decode(), one[1].decode("latin-1"))]
+        if not found:
+            await self._app(scope, receive, send)
+            return
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message["headers"]
+                known = {name.lower() for name, _ in headers}
+                message = {**message, "headers": [*headers, *(one for one in found if one[0] not in known)]}
+            await send(message)
+
+        await self._app(scope, receive, sending)
 
 
 class LimitMiddleware:
