@@ -51,7 +51,7 @@ def make_gateway(
         max_request_bytes=_bytes(settings.max_request_mb),
         quotas=quotas,
         queue=process.queue,
-        is_paused=process.is_paused,
+        ledger=process.ledger,
     )
     preparation = Preparation(
         request_timeout_s=settings.request_timeout,

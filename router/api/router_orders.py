@@ -84,10 +84,10 @@ class RouterOrders:
         return answers
 
     def _state(self, *_: object) -> list[ProcessState]:
-        return [ProcessState(self._process.is_paused(), self._admission.num_running, shown_level())]
+        return [ProcessState(self._admission.is_paused, self._admission.num_running, shown_level())]
 
     def _paused(self, *, is_paused: bool) -> list[ProcessState]:
-        self._process.pause(is_paused=is_paused)
+        self._admission.pause(is_paused=is_paused)
         return self._state()
 
     def _aborted(self, _limit: int, _tenant: str | None, request_id: str) -> list[Aborted]:

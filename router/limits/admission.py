@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,6 +29,7 @@ from router.fleet.served_model import ServedModel
 from router.limits.clients import NOBODY, ApiClient, Charge
 from router.limits.demand import Demand
 from router.limits.gate import Gate
+from router.limits.ledger import Ledger, LocalLedger
 from router.limits.quotas import NO_TENANT_LIMITS, Quotas
 from router.limits.request_queue import Places, RequestQueue
 from router.limits.targets import NO_SLO, NOTHING_GIVEN, GivenTargets, Slo
@@ -63,9 +64,10 @@ class Admission:
         max_request_bytes: int | None = None,
         quotas: Quotas | None = None,
         queue: Places | None = None,
-        is_paused: Callable[[], bool] = lambda: False,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`is_paused`: whether an operator has the router take no requests.
+        """`ledger`: what all processes of the router know, also one that takes the place of another: whether it is
+        paused.
         `worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero).
         `max_request_bytes`: of one request's body; from the model's context if None."""
         self.gate = gate
@@ -77,7 +79,10 @@ class Admission:
         self._worker_wait_s = worker_wait_s
         self._num_running = 0
         self._draining = False
-        self._is_paused = is_paused
+        ledger = ledger or LocalLedger()
+        with ledger.locked():
+            self._paused = ledger.state("paused")  # the first number: 1.0 while an operator has it take no requests
+        metrics.router_paused.set(self.is_paused)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -85,7 +90,7 @@ class Admission:
         """Why no request is admitted now; empty if requests are admitted."""
         if self._draining:
             return "the router is shutting down"
-        if self._is_paused():
+        if self.is_paused:
             return PAUSED
         return "" if self._worker_wait_s else self.registry.not_ready()
 
@@ -103,7 +108,7 @@ class Admission:
         request can be admitted, `ModelNotFoundError` if this model is not served."""
         if self._draining:
             raise UnavailableError("the router is shutting down")
-        if self._is_paused():
+        if self.is_paused:
             raise UnavailableError(PAUSED, PAUSED_RETRY_S)
         return self.registry.served(model)
 
@@ -121,7 +126,7 @@ class Admission:
             if self._draining:
                 self.demand.unserved()
                 raise
-            if self._is_paused():  # nobody scales a fleet up for that
+            if self.is_paused:  # nobody scales a fleet up for that
                 raise
         return await self._served_later(model)
 
@@ -137,6 +142,16 @@ class Admission:
         except UnavailableError:
             self.demand.unserved()
             raise
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an operator has the router take no new requests."""
+        return bool(self._paused[0])
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Has all processes of the router take no new requests, or take them again. Each is told, for its metric."""
+        self._paused[0] = float(is_paused)
+        metrics.router_paused.set(is_paused)
 
     def drain(self) -> None:
         """No request is taken from now on."""

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ PARENT_SILENT_BEATS = 60  # own ones without one of the parent, after which this
 SAY_TIMEOUT_S = 1.0
 ASK_TIMEOUT_S = 5.0  # the parent waits for each process for less
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
-NOT_READY, PID, PAUSED = "not ready", "pid", "paused"  # in the ledger
+NOT_READY, PID = "not ready", "pid"  # in the ledger
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +82,6 @@ class Member(RouterProcess):
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
-        self._shared_pause: MutableSequence[float] = [0.0]  # in the ledger, once this has started
         self.is_replacement = spec.is_replacement
         self.http_listen, self.grpc_listen, self.health_listen = (
             spec.http_listen,
@@ -110,9 +109,6 @@ class Member(RouterProcess):
         self._vital = vital
         self._link = Link(*await asyncio.open_unix_connection(sock=self._socket.dup()))
         self.shared.put({PID: os.getpid()})
-        with self.shared.locked():
-            self._shared_pause = self.shared.state(PAUSED)
-        super().pause(is_paused=self.is_paused())  # a process that takes the place of another one tells the metric
         vital.start(self._follow(), name="parent")
         vital.start(self._demand.keep_shared(), name="demand")
 
@@ -129,14 +125,6 @@ class Member(RouterProcess):
 
     def order_level(self, level: str) -> None:
         self.link.send(OrderLevel(level))  # the parent tells all, this one too
-
-    def is_paused(self) -> bool:
-        """Of all processes at once, also of one that takes the place of another."""
-        return bool(self._shared_pause[0])
-
-    def pause(self, *, is_paused: bool) -> None:
-        self._shared_pause[0] = 1.0 if is_paused else 0.0
-        super().pause(is_paused=is_paused)
 
     def ready(self) -> None:
         self._is_ready = True

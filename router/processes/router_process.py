@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from prometheus_client import REGISTRY, Metric
 
-from common import metrics
 from common.config import RouterSettings
 from common.logs import flip_debug, order_level
 from common.process.tasks import VitalTasks
@@ -37,7 +36,6 @@ class RouterProcess:
         self.endpoint_picker_listen = settings.endpoint_picker_listen
         self.pick_key = secrets.token_bytes(32)  # of this start of the router (`router.running.picks`)
         self.max_connections = settings.max_connections
-        self._is_paused = False
         self.ledger: Ledger = LocalLedger()
         self.demand = Demand()
         self.decisions = Decisions()
@@ -60,15 +58,6 @@ class RouterProcess:
     def order_level(self, level: str) -> None:
         """Which log lines the router shows from now on, whatever was asked for before."""
         order_level(level)
-
-    def is_paused(self) -> bool:
-        """Whether an operator has the router take no new requests."""
-        return self._is_paused
-
-    def pause(self, *, is_paused: bool) -> None:
-        """Has this process take no new requests, or take them again. Each process of the router is told."""
-        self._is_paused = is_paused
-        metrics.router_paused.set(is_paused)
 
     def not_ready(self, own_reason: str) -> str:
         """Why the router as a whole is not ready to take requests; empty if it is ready. `own_reason` is this process's
