@@ -45,6 +45,8 @@ class DeviceInfo:
     device_reason: str
     kernels: str = ""  # the variant of the CPU kernels that computes, or torch
     kernels_reason: str = ""
+    # A step that begins while another one is under way is computed beside it. Another thread may be in `end` meanwhile.
+    overlaps_steps: bool = False
     gives_up: bool = False  # a step ends early, between two layers, if `meanwhile` raises `StepGivenUp`
     free_rows: float  # that a step multiplies while it reads the weights: engine/speculation/step_cost.py
 

@@ -1,7 +1,8 @@
 """A device's steps on a thread of their own, so that `begin` returns at once and the engine may run ahead of it.
 
 The device behind sees one step after the other, as if there were no thread: it begins a step when it has ended the one
-before. Native kernels release the interpreter's lock, and the engine's thread does its own work then.
+before. One that `overlaps_steps` begins each at once. Native kernels release the interpreter's lock, and the engine's
+thread does its own work then.
 
 The front kills an engine that is silent for too long (`engine_timeout`). So that it still notices a device that hangs,
 messages pass only while the device shows that it goes on, as it does after each layer.
@@ -60,7 +61,9 @@ class DeviceThread(Device):
         # The engine goes on to change its block tables while this step is read.
         rows = [replace(row, block_ids=array("i", row.block_ids)) for row in step.rows]
         one = _Step(replace(step, rows=rows), self._is_inline())
-        if step.copies:
+        if self.info.overlaps_steps:
+            one.ticket = self._device.begin(one.step)
+        elif step.copies:
             self._copy_first(one)
         self._begun[step.number] = self._last = one
         if not one.is_inline:

@@ -251,9 +251,8 @@ class LocalDevice(Device):
         beside = _Timed(meanwhile)
         start = time.perf_counter()
         try:
-            rows = [row if row.first is None else self.resolved(row) for row in step.rows]
             with as_current(self.device):
-                output = self._compute(rows, beside)
+                output = self._compute_groups(step, beside)
         except StepGivenUp:
             return StepOutput.given_up(step)
         except Exception as error:
@@ -280,12 +279,32 @@ class LocalDevice(Device):
                     self._model, self._attention, spare_block=self.info.num_blocks, sizes=self._graph_sizes
                 )
 
-    def resolved(self, row: StepRow) -> StepRow:
-        """The row with the token that an earlier step drew as its first one; itself if it begins with none. Raises
-        `InternalError` if that step drew none, or has not ended."""
-        first = row.first
-        if first is None:
+    def _compute_groups(self, step: StepInput, between_layers: Callable[[], None]) -> StepOutput:
+        """As `_compute`, one group of rows after the other if this is one of several stages that computes the step so:
+        the first stage may begin a group while a later one is busy with the group before."""
+        rows, tell = step.rows, self._pipeline.tell
+        groups = self._pipeline.groups(rows)
+        if groups is None:
+            output = self._compute([self._resolved(row) for row in rows], between_layers)
+            if tell is not None:
+                tell(step.number, range(len(rows)), output.tokens)
+            return output
+        tokens: list[SampledToken | None] = []
+        for group in groups:
+            drawn = self._compute([self._resolved(rows[index]) for index in group], between_layers).tokens
+            if tell is not None:
+                tell(step.number, group, drawn)
+            tokens += drawn
+        return StepOutput(tokens=tokens)
+
+    def _resolved(self, row: StepRow) -> StepRow:
+        """The row with the token that an earlier step drew as its first one; itself if it begins with none, or if it is
+        the first stage that embeds it. Raises `InternalError` if that step drew none, or has not ended."""
+        first, pipeline = row.first, self._pipeline
+        if first is None or not pipeline.stage.is_first:
             return row
+        if pipeline.drawn is not None:
+            return replace(row, token_ids=[pipeline.drawn(first), *row.token_ids[1:]], first=None)
         token = next((tokens[first.row] for number, tokens in self._drawn if number == first.step), None)
         if token is None:
             raise InternalError(f"row {first.row} of step {first.step} drew no token that is still known")

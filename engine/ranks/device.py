@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,13 @@ import torch
 
 from common.config import EngineSettings
 from common.errors import LostRankError, StartupError
+from common.types import SampledToken
 from engine.blocks.host_tier import BlockCopy
 from engine.device import Device, KVPlane, Ticket, do_nothing
 from engine.local.device import LocalDevice, warm_up_rows
 from engine.local.host_cache import allocate_host_cache, copy_blocks
 from engine.ranks.alive import RankWatch
+from engine.ranks.drawn_tokens import ToldTokens
 from engine.ranks.launch import (
     Rank,
     StartRank,
@@ -38,7 +39,7 @@ from engine.ranks.launch import (
     start_rank,
 )
 from engine.ranks.meeting import CACHE, Meeting, Place
-from engine.ranks.messages import LOOK_S, Done, Failed, Message, Step
+from engine.ranks.messages import LOOK_S, Done, Failed, Message, Step, Tokens
 from engine.ranks.process import checked, ready
 from engine.ranks.shared_cache import SharedCache, map_cache
 from engine.step import StepInput, StepOutput
@@ -62,8 +63,8 @@ class RankedDevice(Device):
         self._said: dict[int, tuple[Message, list[int]]] = {}  # by rank: read, and not taken yet
         self._lock = threading.Lock()  # for what the ranks say: `check_alive` may be called beside a step
         self._looked_at = time.monotonic()
-        self._unsent: deque[StepInput] = deque()  # begun; their first tokens are still to be drawn
-        self._num_ended = 0  # the last step that has
+        self._sending = threading.Lock()  # a step may begin beside the thread that computes another one
+        self._told = ToldTokens(self._tell_first_stage)
         self._place: Place | None = None
         try:
             meeting = Meeting(layout)
@@ -82,12 +83,15 @@ class RankedDevice(Device):
             self._place = Place(layout, 0, files, self._problem_of_any, has_core=has_cores(settings))
             if cores := cores_of_rank(settings, 0):
                 os.sched_setaffinity(0, cores)
+            pipeline = self._place.pipeline
+            if layout.num_stages > 1:
+                pipeline = replace(pipeline, tell=self._drew)
             self._local = LocalDevice(
                 model_dir,
                 share,
                 raises=True,
                 group=self._place.group,
-                pipeline=self._place.pipeline,
+                pipeline=pipeline,
                 allocate=SharedCache(files[CACHE]).allocate if layout.num_caches < layout.size else None,
             )
             planes = [self._plane_of(rank, meeting.files(rank.number)[CACHE]) for rank in self._others]
@@ -103,7 +107,12 @@ class RankedDevice(Device):
             meeting.close()
         info = self._local.info
         spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
-        self.info = replace(info, spec=spec, device_reason=f"{info.device_reason}; {self._shape} share the model")
+        self.info = replace(
+            info,
+            spec=spec,
+            device_reason=f"{info.device_reason}; {self._shape} share the model",
+            overlaps_steps=layout.num_stages > 1,
+        )
         self.device = self._local.device
         facts = {
             "num_ranks": layout.size,
@@ -131,37 +140,37 @@ class RankedDevice(Device):
         if step.copies:
             self._copy_joined(step.copies)
             step = replace(step, copies=())  # the others have no host memory
-        self._unsent.append(step)
-        self._send_known()
+        message = Step.of(step)
+        with self._sending:
+            if self._layout.num_stages > 1:
+                self._told.ask(step.rows)
+            for rank in self._others:
+                self._send(rank, message)
         return ticket
 
-    def _send_known(self) -> None:
-        """Sends the steps that the other ranks can begin with. Of several stages the first one computes a step's first
-        tokens before the last one has drawn them, so such a step waits here until they are known."""
-        while self._unsent:
-            step = self._unsent[0]
-            if self._layout.num_stages > 1:
-                if any(row.first is not None and row.first.step > self._num_ended for row in step.rows):
-                    return
-                step = StepInput(number=step.number, rows=[self._local.resolved(row) for row in step.rows])
-            message = Step.of(step)
-            for rank in self._others:
-                try:
-                    rank.channel.send(message, while_full=self._check)
-                except OSError as error:
-                    raise LostRankError(self._problem(rank.number) or f"rank {rank.number} does not listen") from error
-            self._unsent.popleft()
+    def _drew(self, step: int, rows: Sequence[int], tokens: Sequence[SampledToken | None]) -> None:
+        with self._sending:
+            self._told.drew(step, rows, tokens)
+
+    def _tell_first_stage(self, tokens: Tokens) -> None:
+        for rank in self._others:
+            if self._layout.stage(rank.number).is_first:
+                self._send(rank, tokens)
+
+    def _send(self, rank: Rank, message: Message) -> None:
+        try:
+            rank.channel.send(message, while_full=self._check)
+        except OSError as error:
+            raise LostRankError(self._problem(rank.number) or f"rank {rank.number} does not listen") from error
 
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
         """Raises `LostRankError` if a rank is gone, and what stopped rank 0 if that was something else: no step can be
         computed any more."""
-        self._send_known()
         output = self._local.end(ticket, meanwhile)
         for rank in self._others:
             message, _ = self._answer(rank.number, meanwhile)
             if message != Done(ticket.number):
                 raise LostRankError(f"rank {rank.number} said {message!r} to step {ticket.number}")
-        self._num_ended = ticket.number
         return output
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

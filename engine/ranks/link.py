@@ -42,8 +42,7 @@ class SocketLink:
     """A `Link` over a connected stream socket.
 
     What the socket does not take at once waits for a thread of this end, so that a stage computes on while the next one
-    is busy. No more than a step's hidden states wait: a stage begins no step before the last one has ended the step
-    before it.
+    is busy. No more than two steps' hidden states wait, as no more steps are under way.
     """
 
     def __init__(self, end: socket.socket, problem: Callable[[], str]) -> None:

@@ -1,7 +1,8 @@
 """What rank 0 and the other ranks of a worker say to each other, over a stream socket.
 
 Rank 0 says `Join` once, with the descriptors that ranks meet by (engine/ranks/meeting.py), then each step when it
-begins. A rank answers `Ready`, and `Done` to each step; or `Failed`, and ends.
+begins, and of several stages the first one what the last one drew. A rank answers `Ready`, and `Done` to each step; or
+`Failed`, and ends.
 """
 
 from __future__ import annotations
@@ -144,6 +145,14 @@ class Step(msgspec.Struct, frozen=True, tag=True):
         return StepInput(number=self.number, rows=rows, copies=_block_copies(self.copies))
 
 
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """To ranks of the first stage: what rows of a step drew that a later step begins with."""
+
+    step: int  # its number
+    rows: list[int]
+    token_ids: list[int | None]  # of each; None: it drew none
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """The KV of the step's new tokens is in the cache."""
 
@@ -163,7 +172,7 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
         return _block_copies(self.copies)
 
 
-Message: TypeAlias = Join | Ready | Failed | Step | Done | Copy
+Message: TypeAlias = Join | Ready | Failed | Step | Tokens | Done | Copy
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

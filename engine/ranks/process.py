@@ -23,8 +23,9 @@ from common.process.parent import die_with_parent
 from common.version import VERSION
 from engine.local.device import LocalDevice
 from engine.ranks.alive import RankWatch
+from engine.ranks.drawn_tokens import StepsAndTokens
 from engine.ranks.meeting import CACHE, Place
-from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready, Step
+from engine.ranks.messages import Channel, Done, Failed, Join, Message, Ready
 from engine.ranks.shared_cache import SharedCache
 
 log = logging.getLogger(__name__)
@@ -60,19 +61,23 @@ def checked(number: int, message: Message, own: Ready) -> Ready:
 def serve(channel: Channel, join: Join, files: Sequence[int]) -> None:
     """Computes what rank 0 says, until it closes the channel. `files` came with `join`, and stay the caller's."""
     by_name = dict(zip(join.files, files, strict=True))
+    said = StepsAndTokens(channel)
     watch = RankWatch(join.pids)
     place = Place(join.layout, join.rank, by_name, watch.problem, has_core=join.has_core)
+    pipeline = place.pipeline
+    if join.layout.num_stages > 1:
+        pipeline = replace(pipeline, drawn=said.token)
     try:
         device = LocalDevice(
             Path(join.model_dir),
             EngineSettings.model_validate_json(join.settings),
             raises=True,
             group=place.group,
-            pipeline=place.pipeline,
+            pipeline=pipeline,
             allocate=SharedCache(by_name[CACHE]).allocate,
         )
         channel.send(ready(device))
-        _compute(channel, device)
+        _compute(channel, said, device)
     except LostRankError as error:
         log.warning("this rank ends", extra={"reason": error.message})
         _wait_for_end(channel)
@@ -95,13 +100,11 @@ def _wait_for_end(channel: Channel) -> None:
             channel.receive()
 
 
-def _compute(channel: Channel, device: LocalDevice) -> None:
+def _compute(channel: Channel, said: StepsAndTokens, device: LocalDevice) -> None:
     while True:
-        message, _ = channel.receive()
-        if not isinstance(message, Step):
-            raise ValueError(f"rank 0 said {type(message).__name__}")
-        device.end(device.begin(message.as_input()))
-        channel.send(Done(message.number))
+        step = said.next_step()
+        device.end(device.begin(step.as_input()))
+        channel.send(Done(step.number))
 
 
 def main() -> int:

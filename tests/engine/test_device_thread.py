@@ -6,6 +6,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,20 @@ def test_a_step_begins_while_another_one_is_computed() -> None:
     assert threading.current_thread() not in device.threads
     assert device.kv_cache[3].ge(0).all()
     assert device.kv_cache[[7, 8, 9]].eq(-1).all()
+
+
+@pytest.mark.parametrize("overlaps_steps", [True, False])
+def test_a_device_that_overlaps_steps_is_given_each_at_once(overlaps_steps: bool) -> None:
+    device = HeldDevice()
+    device.info = replace(device.info, overlaps_steps=overlaps_steps)
+    with thread_of(device) as thread:
+        tickets = [thread.begin(StepInput(number=number, rows=[prompt_of([1, 2], [number])])) for number in (1, 2)]
+        assert device.has_begun.wait(PATIENCE_S)  # the first step is computed by now, and held
+        assert len(device.begun_copies) == (2 if overlaps_steps else 1)
+        device.may_compute.set()
+        outputs = [thread.end(ticket) for ticket in tickets]
+    assert len(device.begun_copies) == 2
+    assert all(output.tokens[0] is not None for output in outputs)
 
 
 def test_a_step_is_computed_with_its_device_as_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,5 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step has several micro-batches, although tests are short."""
+    """A step has several micro-batches or groups, although tests are short."""
     monkeypatch.setattr("engine.ranks.pipeline.MICRO_BATCH_TOKENS", 6)
+    monkeypatch.setattr("engine.ranks.pipeline.GROUP_ROWS", 1)

@@ -17,7 +17,9 @@ from engine.ranks import process
 from engine.ranks.device import RankedDevice
 from engine.ranks.launch import Rank, start_rank
 from engine.ranks.messages import Channel, Join
+from engine.ranks.pipeline import Pipeline
 from engine.ranks.shared_memory import exchange_library
+from engine.step import StepRow
 from tests.engine.ranks.devices import OldChannel, answers, in_threads, repeat, rows, settings_of, staged
 
 pytestmark = pytest.mark.skipif(exchange_library() is None, reason="the library was not built")
@@ -36,9 +38,20 @@ def flag(kind: str) -> str:
 )
 @pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 @pytest.mark.usefixtures("short_parts")
-def test_answers_are_those_of_one_process(model: Path, num_stages: int, num_ranks: int, mode: str) -> None:
+def test_answers_are_those_of_one_process(
+    model: Path, num_stages: int, num_ranks: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks, batches, blocks found again, requests that give their blocks up and come back, steps that begin before
-    others have ended."""
+    others have ended, and whose rows stages compute in groups."""
+    split: list[list[list[int]]] = []
+    groups = Pipeline.groups
+
+    def noted(self: Pipeline, rows: Sequence[StepRow]) -> list[list[int]] | None:
+        found = groups(self, rows)
+        split.extend([] if found is None else [found])
+        return found
+
+    monkeypatch.setattr(Pipeline, "groups", noted)
     changes = {"num_blocks": 9, "preemption_mode": mode, "swap_space_gb": 0.01, "host_cache_gb": 0.001}
     settings = settings_of(1, **changes)
     wanted, _ = answers(LocalDevice(model, settings), settings)
@@ -48,6 +61,7 @@ def test_answers_are_those_of_one_process(model: Path, num_stages: int, num_rank
         thread.close()
     assert given == wanted
     assert num_preemptions > 0
+    assert bool(split) == (num_stages > 1)
 
 
 @EITHER
