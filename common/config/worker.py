@@ -72,6 +72,11 @@ class EngineSettings(ModelSettings):
     enforce_eager: bool = Field(
         False, description="never replay recorded CUDA graphs, which decode steps take where FlashInfer is"
     )
+    cascade_attention: Literal["auto", "off"] = Field(
+        "off",
+        description="auto: decode steps read KV blocks that several requests share once for all of them, where "
+        "FlashInfer attends and enough is saved; no answer changes (docs/gpu.md)",
+    )
     run_ahead: bool = Field(
         False,
         description="begin a step of decodes before the one before it has ended, on a thread of its own, so that the "

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from common.types import KVCacheSpec
+from engine.attention.shared_prefixes import SharedPrefixes
 from engine.attention.step_tables import StepTables
 from engine.device_copies import to_device
 from engine.step import StepRow
@@ -78,8 +79,9 @@ class FixedDecode(PagedStep):
     reads them there each time it is replayed."""
 
     @abstractmethod
-    def fill(self, sequences: Sequence[StepRow]) -> None:
-        """Takes the tables of the next replay, in whose order its tokens lie. Does not wait for the device."""
+    def fill(self, sequences: Sequence[StepRow], shared: SharedPrefixes | None = None) -> None:
+        """Takes the tables of the next replay, in whose order its tokens lie. Does not wait for the device. `shared`:
+        of a `fixed_cascade`, whose first `sequences` are in its order; None before it is recorded."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -113,6 +115,17 @@ class AttentionBackend(ABC):
     def fixed_decode(self, size: int) -> FixedDecode:
         """Attention of `size` single tokens for a recorded graph, if `has_fixed_decode`."""
         raise NotImplementedError(f"{type(self).__name__}: {size} single tokens in a recorded graph")
+
+    cascades = False
+
+    def shared_prefixes(self, sequences: Sequence[StepRow]) -> SharedPrefixes | None:  # noqa: ARG002
+        """Which of these single tokens a `fixed_cascade` should attend together; None if that does not pay, or never
+        if not `cascades`."""
+        return None
+
+    def fixed_cascade(self, size: int) -> FixedDecode:
+        """As `fixed_decode`, for steps that have `shared_prefixes`. `size` is at least 2."""
+        raise NotImplementedError(f"{type(self).__name__}: {size} single tokens that share blocks, in a recorded graph")
 
 
 def first_seen(num_before: int, window: int) -> int:

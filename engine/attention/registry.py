@@ -34,11 +34,12 @@ def attention_backend(
     kernels: Kernels | None = None,
     *,
     max_table_blocks: int | None = None,
+    cascade: bool = False,
 ) -> AttentionBackend:
     """The backend called `name`, else the fastest that this device has. Raises `StartupError` for an unknown name.
 
     `kernels` are those of the CPU whose cache it is, None if it has none. `max_table_blocks`: of one sequence; as many
-    as the cache has if None."""
+    as the cache has if None. `cascade`: of FlashInfer, blocks that rows share are read once."""
     if name is None:
         name = "native" if kernels is not None and NativeBackend.takes(spec) else _default_for(cache, spec, shape)
     if name == "native" and kernels is not None:
@@ -55,7 +56,7 @@ def attention_backend(
     if backend is FlashInferBackend and spec.num_planes == 1:
         return FlashInferLatentBackend(cache, spec, shape)
     if backend is FlashInferBackend:
-        return FlashInferBackend(cache, spec, shape, max_table_blocks=max_table_blocks)
+        return FlashInferBackend(cache, spec, shape, max_table_blocks=max_table_blocks, cascade=cascade)
     return backend(cache, spec, shape)
 
 

@@ -56,10 +56,11 @@ class StepTables:
         """Index in each table behind its last block with tokens."""
         return -(-(self.num_before + self.num_new) // self.block_size)
 
-    def flat(self, rows: Int32s, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def flat(self, rows: Int32s, window: int, num_skipped: Int32s | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The blocks that the sequences `rows` see, one sequence after the other, and where each one's begin and the
-        last one's end: `[number of blocks]` and `[number of rows + 1]`, both int32."""
-        first = self.first_blocks(window)[rows]
+        last one's end: `[number of blocks]` and `[number of rows + 1]`, both int32. `num_skipped`: of each of `rows`
+        so many leading blocks are left out; those before its window if None."""
+        first = self.first_blocks(window)[rows] if num_skipped is None else num_skipped
         counts = self.end_blocks()[rows] - first
         offsets = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=offsets[1:])

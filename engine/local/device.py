@@ -136,7 +136,13 @@ class LocalDevice(Device):
             sinks=model.sinks,
         )
         self._attention = attention_backend(
-            blocks, spec, shape, attention, self._kernels, max_table_blocks=-(-max_model_len // spec.block_size)
+            blocks,
+            spec,
+            shape,
+            attention,
+            self._kernels,
+            max_table_blocks=-(-max_model_len // spec.block_size),
+            cascade=settings.cascade_attention == "auto",
         )
         self._graphs: DecodeGraphs | None = None
         self._graph_sizes = graph_sizes(settings.max_num_seqs) if may_record else []
@@ -365,9 +371,9 @@ class LocalDevice(Device):
 
     def _replay(self, graphs: DecodeGraphs, rows: Sequence[StepRow]) -> list[SampledToken | None]:
         """The same as a step of such rows gives, by a recorded graph."""
-        logits, best = graphs.run(rows)
-        drawing = [index for index, row in enumerate(rows) if row.draw is not None]
-        draws = [row.draw for row in rows if row.draw is not None]
+        order, logits, best = graphs.run(rows)
+        drawing = [place for place, index in enumerate(order) if rows[index].draw is not None]
+        draws = [draw for index in order if (draw := rows[index].draw) is not None]
         tokens: list[SampledToken | None] = [None] * len(rows)
         if not draws:
             wait_for(self.device)
@@ -376,7 +382,7 @@ class LocalDevice(Device):
             index = to_device(drawing, self.device)
             logits, best = logits[index], best[index]
         for place, token in zip(drawing, self._choose(best, lambda: logits, draws), strict=True):
-            tokens[place] = token
+            tokens[order[place]] = token
         return tokens
 
     def _forward(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> torch.Tensor:

@@ -9,6 +9,8 @@ The spare block lies behind all others of the cache and belongs to nobody. So pa
 attends to is what it has just written.
 
 Everything that a graph reads lies in memory that stays: tokens and positions here, tables in `FixedDecode`.
+
+If the attention cascades, each size has a second graph, for steps of which some rows share enough blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.base import AttentionBackend, FixedDecode
+from engine.attention.shared_prefixes import SharedPrefixes
 from engine.device import do_nothing
 from engine.device_copies import page_locked
 from engine.models.base import CausalLM
@@ -70,11 +73,15 @@ class DecodeGraphs:
         # Token ids and positions, [2, largest size] int64.
         self._inputs = torch.zeros((2, self._sizes[-1]), dtype=torch.int64, device=device)
         self._staged = page_locked(torch.zeros((2, self._sizes[-1]), dtype=torch.int64), device)
+        self._attention = attention
         self._graphs: dict[int, _Graph] = {}
+        self._cascades: dict[int, _Graph] = {}
         start = time.perf_counter()
         record = recorder or _CudaRecorder(device)
         for size in reversed(self._sizes):  # the largest first: smaller ones find room in its memory
-            self._graphs[size] = self._record(attention, size, record)
+            self._graphs[size] = self._record(attention.fixed_decode(size), size, record)
+            if attention.cascades and size > 1:
+                self._cascades[size] = self._record(attention.fixed_cascade(size), size, record)
         seconds = round(time.perf_counter() - start, 2)
         log.info("decode graphs are recorded", extra={"batch_sizes": self._sizes, "seconds": seconds})
 
@@ -87,25 +94,30 @@ class DecodeGraphs:
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def run(self, rows: Sequence[StepRow]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[num_rows, vocab_size]` and the likeliest tokens `[num_rows]` int64, both valid until the next call.
-        The device must have computed the step before. Does not wait for it."""
+    def run(self, rows: Sequence[StepRow]) -> tuple[Sequence[int], torch.Tensor, torch.Tensor]:
+        """The order in which the rows were computed, and in that order logits `[num_rows, vocab_size]` and the
+        likeliest tokens `[num_rows]` int64, both valid until the next call. The device must have computed the step
+        before. Does not wait for it."""
         size = self.size_for(len(rows))
-        graph = self._graphs[size]
-        self._fill(graph.attention, rows, size)
+        graph, order = self._graphs[size], list(range(len(rows)))
+        shared = self._attention.shared_prefixes(rows)
+        if shared is not None:
+            graph, order = self._cascades[size], shared.order.tolist()
+        self._fill(graph.attention, [rows[index] for index in order], size, shared)
         logits, best = graph.replay()
-        return logits[: len(rows)], best[: len(rows)]
+        return order, logits[: len(rows)], best[: len(rows)]
 
-    def _fill(self, attention: FixedDecode, rows: Sequence[StepRow], size: int) -> None:
+    def _fill(
+        self, attention: FixedDecode, rows: Sequence[StepRow], size: int, shared: SharedPrefixes | None = None
+    ) -> None:
         padded = [*rows, *[self._padding] * (size - len(rows))]
         staged = self._staged.numpy()
         staged[0, :size] = [row.token_ids[0] for row in padded]
         staged[1, :size] = [row.num_computed_tokens for row in padded]
         self._inputs.copy_(self._staged, non_blocking=True)
-        attention.fill(padded)
+        attention.fill(padded, shared)
 
-    def _record(self, backend: AttentionBackend, size: int, record: Recorder) -> _Graph:
-        attention = backend.fixed_decode(size)
+    def _record(self, attention: FixedDecode, size: int, record: Recorder) -> _Graph:
         self._fill(attention, [], size)
         token_ids, positions = self._inputs[0, :size], self._inputs[1, :size]
 

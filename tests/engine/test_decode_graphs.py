@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.config import EngineSettings
 from common.sampling import SamplingParams
+from engine.attention import flashinfer_cascade
 from engine.attention.base import AttentionShape
 from engine.attention.flashinfer import FlashInferBackend
+from engine.attention.shared_prefixes import SharedPrefixes
 from engine.layers import Linear
 from engine.local.device import LocalDevice
 from engine.local.graphs import DecodeGraphs, Replay, graph_sizes
@@ -28,7 +30,7 @@ from engine.models.base import CausalLM
 from engine.models.decoder import Decoder
 from engine.sampling.draws import draw
 from engine.step import Scoring, StepRow
-from tests.engine.fake_flashinfer import FakeDecodeWrapper, fake_flashinfer
+from tests.engine.fake_flashinfer import FakeDecodeWrapper, FakePrefillWrapper, fake_flashinfer
 from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, full_logprobs, make_model
 
 NUM_BLOCKS = 40
@@ -137,22 +139,30 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def make_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> type[LocalDevice]:
     fake_flashinfer(monkeypatch)
-    run = FakeDecodeWrapper.run
-
-    def run_as_one_kernel(wrapper: FakeDecodeWrapper, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> object:
-        launches = recorders[-1].launches if recorders else None
-        if launches is None:
-            return run(wrapper, q, paged_kv_cache)
-        given = ("attend", q, paged_kv_cache, wrapper.fixed)
-        return launches.launch("attend", given, lambda: run(wrapper, q, paged_kv_cache))
-
-    monkeypatch.setattr(FakeDecodeWrapper, "run", run_as_one_kernel)
+    monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", 1)
     recorders: list[Recorder] = []
+
+    def as_one_kernel(wrapper_type: type[FakeDecodeWrapper] | type[FakePrefillWrapper]) -> None:
+        run: Callable[..., object] = wrapper_type.run
+
+        def run_as_one_kernel(
+            wrapper: FakeDecodeWrapper | FakePrefillWrapper, q: torch.Tensor, cache: torch.Tensor, **options: object
+        ) -> object:
+            launches = recorders[-1].launches if recorders else None
+            if launches is None:
+                return run(wrapper, q, cache, **options)
+            given = ("attend", q, cache, wrapper.fixed)
+            return launches.launch("attend", given, lambda: run(wrapper, q, cache, **options))
+
+        monkeypatch.setattr(wrapper_type, "run", run_as_one_kernel)
+
+    as_one_kernel(FakeDecodeWrapper)
+    as_one_kernel(FakePrefillWrapper)
 
     class Device(LocalDevice):
         """A model on the CPU with FlashInfer's tables, and a block more than it tells of."""
 
-        def __init__(self) -> None:
+        def __init__(self, *, cascade: bool = False) -> None:
             given = {"device": "cpu", "dtype": "float32", "num_blocks": NUM_BLOCKS, "kernels": "torch"}
             super().__init__(path, EngineSettings.model_validate(given), raises=True)
             model, spec = self._model, self.info.spec
@@ -163,7 +173,7 @@ def make_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> type[LocalDevice
                 windows=model.windows,
                 soft_cap=model.soft_cap,
             )
-            self._attention = FlashInferBackend(self.blocks, spec, shape)
+            self._attention = FlashInferBackend(self.blocks, spec, shape, cascade=cascade)
             self.recorder = Recorder()
             multiply_experts_as_on_a_device(model)
 
@@ -233,6 +243,63 @@ def test_graphs_give_what_steps_give(make_device: type[LocalDevice]) -> None:
     padding = graphed.blocks[NUM_BLOCKS].isnan()  # type: ignore[attr-defined]
     assert not padding[..., 0, :].any()  # where token 0 of the spare block is
     assert padding[..., 1:, :].all()
+
+
+def test_graphs_of_rows_that_share_give_what_steps_give(make_device: type[LocalDevice]) -> None:
+    """Steps that share, and others between them, whose graphs take turns in the same memory."""
+    eager, graphed = make_device(), make_device(cascade=True)  # type: ignore[call-arg]
+    graphed.record()  # type: ignore[attr-defined]
+    graphs = graphed._graphs
+    assert graphs is not None
+    assert sorted(graphs._cascades) == [2, 4, 7]
+    rng = random.Random(5)
+    blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    prefix, other = blocks[:2], blocks[2:3]
+    shared, alone = [rng.randrange(3, VOCAB_SIZE) for _ in range(32)], [rng.randrange(3, VOCAB_SIZE) for _ in range(16)]
+    sequences = [
+        (shared, [*prefix, *blocks[4:6]]),
+        (alone, [*other, *blocks[6:8]]),
+        (shared, [*prefix, *blocks[8:10]]),
+        ([7, 8, 9], blocks[10:12]),
+        (shared, [*prefix, *blocks[12:14]]),
+        (alone, [*other, *blocks[14:16]]),
+    ]
+    prompts_ = [StepRow(token_ids=ids, num_computed_tokens=0, block_ids=table) for ids, table in sequences[:4]]
+    for device in (eager, graphed):
+        device.execute([prompts_[0], prompts_[1], prompts_[3]])
+    taken: list[bool] = []
+    find = graphed._attention.shared_prefixes
+
+    def count(rows: Sequence[StepRow]) -> SharedPrefixes | None:
+        found = find(rows)
+        taken.append(found is not None)
+        return found
+
+    graphed._attention.shared_prefixes = count  # type: ignore[method-assign,assignment]
+    done = [len(ids) for ids, _ in sequences]
+    wanted = draw(SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE), 0)
+    for step, members in enumerate(
+        ([0, 1, 2, 3, 4, 5], [1, 0, 3], [3, 2, 0], [5, 4, 1, 2], [3], [0, 2], [2, 5, 3, 4, 1, 0])
+    ):
+        rows = [
+            StepRow(
+                token_ids=[5 + step + 9 * index],
+                num_computed_tokens=done[index],
+                block_ids=sequences[index][1],
+                draw=None if index == 4 and step == 3 else wanted,
+            )
+            for index in members
+        ]
+        for index in members:
+            done[index] += 1
+        for ours, expected in zip(graphed.execute(rows), eager.execute(rows), strict=True):
+            assert (ours is None) == (expected is None)
+            if ours is not None and expected is not None:
+                torch.testing.assert_close(full_logprobs(ours, VOCAB_SIZE), full_logprobs(expected, VOCAB_SIZE))
+    assert taken == [True, False, True, True, False, True, True]
+    assert graphed.recorder.replayed == 7  # type: ignore[attr-defined]
+    written, expected_blocks = (device.blocks[:NUM_BLOCKS] for device in (graphed, eager))  # type: ignore[attr-defined]
+    torch.testing.assert_close(written, expected_blocks, equal_nan=True)
 
 
 def test_every_kind_of_draw(make_device: type[LocalDevice]) -> None:

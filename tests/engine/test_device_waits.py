@@ -112,7 +112,8 @@ def open_device(path: Path, patch: pytest.MonkeyPatch, attention: str) -> LocalD
         windows=model.windows,
         soft_cap=model.soft_cap,
     )
-    device._attention = FlashInferBackend(device.kv_cache, spec, shape)
+    patch.setattr("engine.attention.flashinfer_cascade.MIN_SAVED_BYTES", 1)
+    device._attention = FlashInferBackend(device.kv_cache, spec, shape, cascade=attention == "cascade")
     return device
 
 
@@ -126,7 +127,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("attention", ["flashinfer", "torch"])
+@pytest.mark.parametrize("attention", ["flashinfer", "cascade", "torch"])
 def test_a_step_reads_once(path: Path, attention: str, reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     device = open_device(path, monkeypatch, attention)
     device.kv_cache.zero_()
@@ -135,7 +136,8 @@ def test_a_step_reads_once(path: Path, attention: str, reads: Reads, monkeypatch
         asked = draw(params, 0, changes)
         for sizes in ((1, 1), (1, 17, 1), (20,)):
             reads.count = 0
-            tables = [[3 * row, 3 * row + 1, 3 * row + 2] for row in range(len(sizes))]
+            # The first block is shared, which is read once if the attention cascades.
+            tables = [[0, 3 * row + 1, 3 * row + 2] for row in range(len(sizes))]
             device.execute(
                 [
                     StepRow(token_ids=[7] * size, num_computed_tokens=16, block_ids=table, draw=asked)

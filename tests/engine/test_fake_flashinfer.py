@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from tests.engine.fake_flashinfer import LATENT, WRAPPERS
+from tests.engine.fake_flashinfer import LATENT, WRAPPERS, fake_merge_state_in_place
 
 
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
@@ -37,3 +37,10 @@ def test_parameters_for_latents_are_the_real_ones(name: str, method: str) -> Non
         assert each in theirs
         if ours[each].default is not inspect.Parameter.empty:
             assert ours[each].default == theirs[each].default, each
+
+
+def test_parameters_for_merging_are_the_real_ones() -> None:
+    theirs = inspect.signature(pytest.importorskip("flashinfer").merge_state_in_place).parameters
+    ours = inspect.signature(fake_merge_state_in_place).parameters
+    assert list(ours) == list(theirs)
+    assert [each.default for each in ours.values()] == [each.default for each in theirs.values()]

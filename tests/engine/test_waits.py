@@ -125,7 +125,7 @@ def asking(params: SamplingParams) -> Draw:
 class OnDevice(LocalDevice):
     """A runner of a model without weights, on the device."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, cascade: bool = False) -> None:
         self.device, self._kernels, self._padding, self._raises = DEVICE, None, Padding((), 0, DEVICE), True
         self._group = OneRank()
         self._pipeline, self._data_ranks = Pipeline(Stage(), everybody=self._group), None
@@ -144,7 +144,7 @@ class OnDevice(LocalDevice):
         shape = AttentionShape(
             num_heads=model.num_heads, softmax_scale=1.0, windows=model.windows, soft_cap=model.soft_cap
         )
-        self._attention = FlashInferBackend(cache, spec, shape)
+        self._attention = FlashInferBackend(cache, spec, shape, cascade=cascade)
         self.info = DeviceInfo(
             spec=spec,
             num_blocks=40,
@@ -161,6 +161,9 @@ class OnDevice(LocalDevice):
         self._begun, self._drawn = {}, deque()
 
 
+MERGED: list[int] = []  # rows whose shared blocks were read, by layer
+
+
 class Planned:
     """FlashInfer's wrappers, for shapes: `plan` is given tables, `run` gives what is like the queries."""
 
@@ -168,13 +171,26 @@ class Planned:
 
     def plan(self, *_: object, **__: object) -> None: ...
 
-    def run(self, q: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(q)
+    def run(self, q: torch.Tensor, _: torch.Tensor, *, return_lse: bool = False) -> object:
+        out = torch.empty_like(q)
+        return (out, torch.empty(q.shape[:2], device=q.device)) if return_lse else out
 
 
 @pytest.fixture
 def _planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Planned, BatchPrefillWithPagedKVCacheWrapper=Planned)
+    def merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: object) -> None:
+        assert v.shape == v_other.shape
+        assert s.shape == s_other.shape
+        assert mask is None
+        MERGED.append(len(v))
+
+    monkeypatch.setattr("engine.attention.flashinfer_cascade.MIN_SAVED_BYTES", 1)
+    MERGED.clear()
+    fake = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=Planned,
+        BatchPrefillWithPagedKVCacheWrapper=Planned,
+        merge_state_in_place=merge,
+    )
     monkeypatch.setattr("engine.attention.flashinfer.import_flashinfer", lambda: fake)
 
 
@@ -214,14 +230,16 @@ def test_a_step_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fami
     path = make_model(tmp_path / family, FAMILIES[family])
     monkeypatch.setattr(grouped_product, "has_grouped_mm", lambda _: has_grouped_mm)
     with on_the_device(monkeypatch) as (copies, reads):
-        runner = OnDevice(path)
-        copies.waiting.clear()
-        for name, step in steps().items():
-            reads.clear()
-            tokens = runner.execute(step)
-            assert copies.waiting == [], name
-            assert len(reads) == 1, name
-            assert all((token is None) == (one.draw is None) for token, one in zip(tokens, step, strict=True)), name
+        for cascade in (False, True):
+            runner = OnDevice(path, cascade=cascade)
+            copies.waiting.clear()
+            for name, step in steps().items():
+                reads.clear()
+                tokens = runner.execute(step)
+                assert copies.waiting == [], name
+                assert len(reads) == 1, name
+                assert all((token is None) == (one.draw is None) for token, one in zip(tokens, step, strict=True)), name
+            assert bool(MERGED) == (cascade and 0 in (runner._model.windows or [0]))
 
 
 @pytest.mark.usefixtures("_planned")
