@@ -116,7 +116,10 @@ class Runs:
         own = [*itertools.product(args.workload.split(","), args.loads)]
         with stack(WAYS[0], flags) as address:
             alone = {
-                kind: [asyncio.run(send(address, [replace(one, at=0.0)], {}, seed=-1))[0] for one in requests]
+                kind: [
+                    asyncio.run(send(address, [replace(one, at=0.0)], {}, seed=-2 - number))[0]  # as a fleet's first
+                    for number, one in enumerate(requests)
+                ]
                 for kind, requests in self._alone.items()
             }
         answers = {kind: [one for one in found[1:] if one] for kind, found in alone.items()}  # the first warms it up
