@@ -6,6 +6,7 @@ import math
 import random
 import struct
 from collections.abc import Callable
+from typing import TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -40,6 +41,7 @@ MOST_BYTES = 8 * 2**20
 """Of the entries of one field. A port refuses a message of twice its limit (4 MiB, the router's) like any larger one.
 One of a gigabyte takes seconds to make, in which no other thread has a turn."""
 Make = Callable[[random.Random], object]
+M = TypeVar("M", bound=Message)
 
 
 def message_of(rng: random.Random, descriptor: Descriptor, depth: int = 0) -> Message:
@@ -48,6 +50,14 @@ def message_of(rng: random.Random, descriptor: Descriptor, depth: int = 0) -> Me
     for field in descriptor.fields:
         if rng.random() < 0.5:
             _fill(rng, message, field, depth)
+    return message
+
+
+def any_of(rng: random.Random, kind: type[M]) -> M:
+    """As `message_of`, of a class."""
+    descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]  # of one of two implementations
+    message = message_of(rng, descriptor)
+    assert isinstance(message, kind)
     return message
 
 

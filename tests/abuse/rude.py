@@ -72,8 +72,8 @@ def channel(address: str) -> Iterator[grpc.Channel]:
         yield opened
 
 
-def metadata(key: str | None = RUDE_KEY) -> list[tuple[str, str]]:
-    return [] if key is None else [("authorization", f"Bearer {key}")]
+def metadata(key: str | None = RUDE_KEY) -> tuple[tuple[str, str], ...]:
+    return () if key is None else (("authorization", f"Bearer {key}"),)
 
 
 def code_of(error: grpc.RpcError) -> grpc.StatusCode:
@@ -81,7 +81,7 @@ def code_of(error: grpc.RpcError) -> grpc.StatusCode:
     return error.code()
 
 
-def retry_delay_s(error: grpc.RpcError) -> float | None:
+def retry_delay_s(error: grpc.Call) -> float | None:
     """The delay that a refusal comes with; None if it has none."""
     status = rpc_status.from_call(error)
     for detail in status.details if status is not None else ():
@@ -117,7 +117,7 @@ def ending(
     method = opened.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)
     deadline = time.monotonic() + timeout_s
     try:
-        for _ in method(iter(data), timeout=timeout_s, metadata=tuple(metadata(key))):
+        for _ in method(iter(data), timeout=timeout_s, metadata=metadata(key)):
             pass
     except grpc.RpcError as error:
         left_s = max(0.0, deadline - time.monotonic())

@@ -22,11 +22,11 @@ from protos.baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.abuse.mutate import message_of
+from tests.abuse.mutate import any_of
 from tests.abuse.rude import PATIENCE_S, RUDE_KEY, Target, at_once, channel
 from tests.abuse.vitals import Vitals
 from tests.integration.stack import Fleet
-from tests.support.fake_worker import FakeWorker
+from tests.support.fake_worker import Context, FakeWorker
 
 NUM_REQUESTS = 150
 NUM_TOKENS = 4
@@ -47,22 +47,24 @@ class Liar(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         super().add_to(server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
 
-    async def Prefill(self, request_iterator, context) -> AsyncIterator[prefill_pb2.PrefillEvent]:  # noqa: N802
+    async def Prefill(  # noqa: N802
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillRequest], context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         self.num_asked += 1
         rng = random.Random(self.num_asked)
         if rng.random() < 0.7:
             yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.PrefillAccepted(worker_id="p", epoch="e"))
         for _ in range(rng.randrange(6)):
-            event = prefill_pb2.PrefillEvent()
-            event.MergeFrom(message_of(rng, prefill_pb2.PrefillEvent.DESCRIPTOR))
+            event = any_of(rng, prefill_pb2.PrefillEvent)
             yield event
 
-    async def Decode(self, request, context) -> AsyncIterator[decode_pb2.DecodeEvent]:  # noqa: N802
+    async def Decode(  # noqa: N802
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         self.num_asked += 1
         rng = random.Random(self.num_asked)
         for _ in range(rng.randrange(6)):
-            event = decode_pb2.DecodeEvent()
-            event.MergeFrom(message_of(rng, decode_pb2.DecodeEvent.DESCRIPTOR))
+            event = any_of(rng, decode_pb2.DecodeEvent)
             if rng.random() < 0.5:
                 del event.tokens[:]
                 token = types_pb2.SampledToken(token_id=rng.choice((5, 399, 400, MOST)))
@@ -83,26 +85,26 @@ class Liar(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
                     lie.call_ids.append(rng.choice((call_id, call_id, 0, MOST)))
                     lie.token_ids.append(rng.choice((5, 399, 400, MOST)))
             case 1:
-                event = message_of(rng, decode_pb2.DecodeEvent.DESCRIPTOR)
+                event = any_of(rng, decode_pb2.DecodeEvent)
                 lie.events.add(call_id=call_id, event=event.SerializeToString())
             case 2:
                 lie.events.add(call_id=call_id, **{rng.choice(("event", "ended")): rng.randbytes(rng.randrange(40))})
             case _:
-                lie.MergeFrom(message_of(rng, decode_pb2.DecodeManyResponse.DESCRIPTOR))  # type: ignore[arg-type]
+                lie.MergeFrom(any_of(rng, decode_pb2.DecodeManyResponse))
         return lie
 
-    async def GetInfo(self, request, context) -> worker_pb2.WorkerInfo:  # noqa: N802
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: N802
         info = worker_pb2.WorkerInfo()
         info.CopyFrom(self._honest)
         if self._rng.random() < 0.3:
-            lie = message_of(self._rng, worker_pb2.WorkerInfo.DESCRIPTOR)
-            info.MergeFrom(lie)  # type: ignore[arg-type]
+            info.MergeFrom(any_of(self._rng, worker_pb2.WorkerInfo))
         return info
 
-    async def WatchLoad(self, request, context) -> AsyncIterator[worker_pb2.WorkerLoad]:  # noqa: N802
+    async def WatchLoad(  # noqa: N802
+        self, request: worker_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WorkerLoad]:
         for _ in range(self._rng.randrange(30)):
-            load = worker_pb2.WorkerLoad()
-            load.MergeFrom(message_of(self._rng, worker_pb2.WorkerLoad.DESCRIPTOR))  # type: ignore[arg-type]
+            load = any_of(self._rng, worker_pb2.WorkerLoad)
             if self._rng.random() < 0.7:
                 load.state = worker_pb2.WORKER_STATE_READY
                 load.epoch = self._honest.epoch
@@ -110,10 +112,12 @@ class Liar(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             yield load
             await asyncio.sleep(0.05)
 
-    async def GetStatus(self, request, context) -> worker_pb2.WorkerStatus:  # noqa: N802
-        return message_of(self._rng, worker_pb2.WorkerStatus.DESCRIPTOR)
+    async def GetStatus(self, request: worker_pb2.GetWorkerStatusRequest, context: Context) -> worker_pb2.WorkerStatus:  # noqa: N802
+        return any_of(self._rng, worker_pb2.WorkerStatus)
 
-    async def GetTokenizer(self, request, context) -> worker_pb2.GetTokenizerResponse:  # noqa: N802
+    async def GetTokenizer(  # noqa: N802
+        self, request: worker_pb2.GetTokenizerRequest, context: Context
+    ) -> worker_pb2.GetTokenizerResponse:
         return self._tokenizer
 
 

@@ -14,7 +14,8 @@ import pytest
 from baton.stack.stack_plan import free_ports
 from tests.clients.test_clients import ROOT
 from tests.integration.simulated import write_simulated_model
-from tests.integration.stack import START_TIMEOUT_S, Fleet, Process, RouterMember, kill, running, wait_for
+from tests.integration.stack import START_TIMEOUT_S, Fleet, RouterMember, kill, running, wait_for
+from tests.kube.processes import Process
 
 ENVOY = ROOT / ".venv-clients" / "bin" / "envoy"
 CONFIG = ROOT / "docs" / "envoy.yaml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -119,7 +119,9 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-def make_model(path: Path, overrides: dict[str, object] | None = None, *, dtype: torch.dtype = torch.float32) -> Path:
+def make_model(
+    path: Path, overrides: Mapping[str, object] | None = None, *, dtype: torch.dtype = torch.float32
+) -> Path:
     """A model with weights large enough that attention and every token matter; a Llama without `model_type`."""
     torch.manual_seed(sum(map(ord, path.name)))
     sizes: dict[str, object] = {

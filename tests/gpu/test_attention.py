@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import random
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from common.types import KVCacheSpec  # noqa: E402
-from engine.attention.base import AttentionShape  # noqa: E402
-from engine.attention.registry import attention_backend  # noqa: E402
-from engine.layers import RMSNorm, RotaryEmbedding, silu_and_mul  # noqa: E402
-from engine.models.grouped_product import has_grouped_mm  # noqa: E402
-from engine.step import StepRow  # noqa: E402
+from common.types import KVCacheSpec
+from engine.attention.base import AttentionShape
+from engine.attention.registry import attention_backend
+from engine.layers import RMSNorm, RotaryEmbedding, silu_and_mul
+from engine.models.grouped_product import has_grouped_mm
+from engine.step import StepRow
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -23,26 +27,37 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda")
+SHAPE = AttentionShape(num_heads=8, softmax_scale=0.125)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 # By dtype, absolute and relative: sums in another order, and angles that are not rounded.
-CLOSE = {torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}, torch.float16: {"atol": 4e-3, "rtol": 4e-3}}
+CLOSE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 each_dtype = pytest.mark.parametrize("dtype", CLOSE, ids=str)
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(ours, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 @pytest.mark.parametrize("name", ["torch", "flashinfer"])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"windows": (0, 37)}, {"windows": (24, 24)}, {"soft_cap": 2.0}, {"windows": (50, 0), "soft_cap": 2.0}, None],
+    ("shape", "dim"),
+    [
+        (SHAPE, 64),
+        (replace(SHAPE, windows=(0, 37)), 64),
+        (replace(SHAPE, windows=(24, 24)), 64),
+        (replace(SHAPE, soft_cap=2.0), 64),
+        (replace(SHAPE, windows=(50, 0), soft_cap=2.0), 64),
+        (SHAPE, 128),
+    ],
     ids=["plain", "windows", "one window", "capped", "capped windows", "wide"],
 )
-def test_backends(name: str, changes: dict[str, object] | None) -> None:
+def test_backends(name: str, shape: AttentionShape, dim: int) -> None:
     """bfloat16 on the device against float32 here, first chunk, later chunk, single tokens. Some chunks are one token
     longer than a multiple of 64."""
     if name == "flashinfer":
         pytest.importorskip("flashinfer")
-    dim = 128 if changes is None else 64
     spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=dim, block_size=16, dtype="bfloat16")
-    compare(name, spec, replace(AttentionShape(num_heads=8, softmax_scale=0.125), **(changes or {})))
+    compare(name, spec, shape)
 
 
 @pytest.mark.parametrize("name", ["torch", "flashinfer"])
@@ -51,7 +66,7 @@ def test_backends_of_other_dtypes_and_heads(name: str, dtype: str, head_dim: int
     if name == "flashinfer":
         pytest.importorskip("flashinfer")
     spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
-    compare(name, spec, AttentionShape(num_heads=8, softmax_scale=0.125))
+    compare(name, spec, SHAPE)
 
 
 @pytest.mark.parametrize("name", ["torch", "flashinfer"])
@@ -97,11 +112,11 @@ def test_add_and_norm(dtype: torch.dtype, size: int) -> None:
     hidden, given = (torch.randn(37, size, device=DEVICE).to(dtype) for _ in range(2))
     norm = RMSNorm(size, 1e-5, dtype=dtype, device=DEVICE)
     norm.weight.normal_()
-    torch.testing.assert_close(add_rms_norm(hidden, None, norm.weight, 1e-5), norm(hidden), **CLOSE[dtype])
+    assert_near(add_rms_norm(hidden, None, norm.weight, 1e-5), norm(hidden), dtype)
     expected = hidden + given
     normed = add_rms_norm(hidden, given, norm.weight, 1e-5)
     torch.testing.assert_close(hidden, expected, atol=0, rtol=0)
-    torch.testing.assert_close(normed, norm(expected), **CLOSE[dtype])
+    assert_near(normed, norm(expected), dtype)
 
 
 @needs_triton
@@ -111,7 +126,7 @@ def test_silu(dtype: torch.dtype, width: int) -> None:
     from engine.kernels.fused import silu_and_mul as fused
 
     given = torch.randn(19, width, device=DEVICE).to(dtype)
-    torch.testing.assert_close(fused(given), silu_and_mul(given), **CLOSE[dtype])
+    assert_near(fused(given), silu_and_mul(given), dtype)
 
 
 @needs_triton
@@ -138,8 +153,8 @@ def test_rotation_and_cache(dtype: torch.dtype, has_norms: bool, head_dim: int) 
         qkv[:, num_q : num_q + num_kv] = k_norm(qkv[:, num_q : num_q + num_kv])
     rope.rotate_(qkv[:, : num_q + num_kv], *rope.angles(positions))
     expected[rows] = qkv[:, num_q:]
-    torch.testing.assert_close(ours[:, :num_q], qkv[:, :num_q], **CLOSE[dtype])
-    torch.testing.assert_close(cache, expected, equal_nan=True, **CLOSE[dtype])
+    assert_near(ours[:, :num_q], qkv[:, :num_q], dtype)
+    torch.testing.assert_close(cache, expected, equal_nan=True, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 @needs_triton
@@ -172,4 +187,4 @@ def test_experts(
         gate, up = both.chunk(2, dim=-1)
         given = torch.einsum("ti,thi->th", torch.nn.functional.silu(gate) * up, down[chosen[:, slot]].float())
         expected += given * shares[:, slot : slot + 1]
-    torch.testing.assert_close(ours.float(), expected, **CLOSE[dtype])
+    assert_near(ours.float(), expected, dtype)

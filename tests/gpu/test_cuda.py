@@ -7,28 +7,32 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from common import metrics  # noqa: E402
-from common.config import EngineSettings  # noqa: E402
-from common.sampling import SamplingParams  # noqa: E402
-from engine import messages as m  # noqa: E402
-from engine.core import EngineCore  # noqa: E402
-from engine.device_copies import read  # noqa: E402
-from engine.device_thread import DeviceThread  # noqa: E402
-from engine.local.device import LocalDevice  # noqa: E402
-from engine.sampling.draws import draw  # noqa: E402
-from engine.sampling.logit_changes import LogitChanges  # noqa: E402
-from engine.step import StepRow  # noqa: E402
-from kv_store.base import ConnectorConfig  # noqa: E402
-from kv_store.memory import MemoryConnector  # noqa: E402
-from kv_store.no_store import NoStore  # noqa: E402
-from tests.engine.tiny_models import FAMILIES, expected_logprobs, full_logprobs, make_model  # noqa: E402
-from tests.support.fake_device import tokens_of  # noqa: E402
+from common import metrics
+from common.config import EngineSettings
+from common.sampling import SamplingParams
+from engine import messages as m
+from engine.core import EngineCore
+from engine.device_copies import read
+from engine.device_thread import DeviceThread
+from engine.local.device import LocalDevice
+from engine.sampling.draws import draw
+from engine.sampling.logit_changes import LogitChanges
+from engine.step import StepRow
+from kv_store.base import ConnectorConfig
+from kv_store.memory import MemoryConnector
+from kv_store.no_store import NoStore
+from tests.engine.tiny_models import FAMILIES, expected_logprobs, full_logprobs, make_model
+from tests.support.fake_device import tokens_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -160,7 +164,8 @@ def test_what_the_device_evicts_comes_back_from_host_memory(
 
 
 def promoted() -> float:
-    return metrics.worker_kv_tier_moves.labels("promoted")._value.get()
+    number: float = metrics.worker_kv_tier_moves.labels("promoted")._value.get()
+    return number
 
 
 @pytest.mark.parametrize("attention", ["torch", "flashinfer"])
@@ -324,7 +329,8 @@ def test_recorded_steps(model_dir: Path) -> None:
             StepRow(token_ids=[3 + index], num_computed_tokens=len(prompt) + index, block_ids=table, draw=sample)
             for prompt, table in zip(prompts, tables, strict=True)
         ]
-        recorded, eager = [], []
+        recorded: list[torch.Tensor] = []
+        eager: list[torch.Tensor] = []
         for tokens, runner._graphs in ((recorded, graphs), (eager, None)):
             tokens += [full_logprobs(token, VOCAB_SIZE) for token in runner.execute(rows) if token is not None]
         assert (torch.stack(recorded) - torch.stack(eager)).square().mean().sqrt() < 2 * without + 1e-3, index

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.kube import certificates
-from tests.kube.cluster import DNS_ADDRESS, Cluster
+from tests.kube.cluster import Cluster
 from tests.kube.control_plane import assets
+from tests.kube.node import DNS_ADDRESS
 from tests.kube.processes import Process, wait_until
 
 KEDA, LWS = ("keda-operator", "keda-adapter"), ("lws-manager",)

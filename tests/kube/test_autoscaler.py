@@ -389,7 +389,8 @@ async def test_pods_are_ranked_by_their_load(scene: Scene) -> None:
         async with scene.autoscaler(decode=(f"k8s:///{NAMESPACE}/decode:grpc",), deletion_costs=True):
 
             async def ranked() -> bool:
-                return (await pods())[0]["metadata"].get("annotations", {}).get(DELETION_COST) == "200"
+                cost: str | None = (await pods())[0]["metadata"].get("annotations", {}).get(DELETION_COST)
+                return cost == "200"
 
             await scene.until("the pod has a cost", ranked)
     finally:

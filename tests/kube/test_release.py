@@ -136,7 +136,7 @@ def test_workers_compute_with_kernels(release: Release) -> None:
 
 def test_metrics_are_where_the_monitors_look(release: Release, local_cluster: Cluster) -> None:
     """What the chart's monitors select is scraped, by hand."""
-    values = {"metrics.serviceMonitor.enabled": True, "metrics.podMonitor.enabled": True}
+    values: dict[str, object] = {"metrics.serviceMonitor.enabled": True, "metrics.podMonitor.enabled": True}
     wanted = {"router": "baton_router_requests", "prefill": "baton_worker_requests", "decode": "baton_worker_requests"}
     for monitor in render(values, file="values-laptop.yaml", release=release.name):
         if monitor["kind"] in ("ServiceMonitor", "PodMonitor"):

@@ -112,7 +112,7 @@ def ask(cluster: Cluster, release: Release) -> tuple[list[int], int, int]:
         grpc.channel_ready_future(channel).result(60)
     with Client(router, timeout=120) as client:
         done = client.generate(PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True).result()
-    return done.token_ids, done.usage.cached_tokens, done.report.num_blocks_moved
+    return list(done.token_ids), done.usage.cached_tokens, done.report.num_blocks_moved
 
 
 def _containers(release: Release, kind: str = "containerStatuses") -> list[dict[str, Any]]:
