@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import httpx
+from google.protobuf.struct_pb2 import Struct
 
 from protos.envoy import external_processor_pb2 as pb
 from protos.envoy import external_processor_pb2_grpc as pb_grpc
@@ -53,7 +54,7 @@ def body_messages(data: bytes, *, kind: str = "request_body", has_trailers: bool
     pieces = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)] or [b""]
     return [
         pb.ProcessingRequest(
-            **{kind: pb.HttpBody(body=piece, end_of_stream=number == len(pieces) and not has_trailers)}
+            **{kind: pb.HttpBody(body=piece, end_of_stream=number == len(pieces) and not has_trailers)}  # type: ignore[arg-type]
         )
         for number, piece in enumerate(pieces, start=1)
     ]
@@ -96,7 +97,11 @@ class Told:
             self.headers = {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
             self.removed = list(mutation.remove_headers)
             self.destination = self.headers.pop(DESTINATION)
-            self.metadata = response.dynamic_metadata[LOAD_BALANCING][DESTINATION]
+            told = response.dynamic_metadata[LOAD_BALANCING]
+            assert isinstance(told, Struct)
+            metadata = told[DESTINATION]
+            assert isinstance(metadata, str)
+            self.metadata = metadata
             return
         assert self.destination, "a body goes on before its headers"
         assert not self.has_ended, "something follows the end of a request"
@@ -122,7 +127,10 @@ class Exchange:
     async def read(self) -> pb.ProcessingResponse | None:
         """None at the end of the stream."""
         response = await self.call.read()
-        return None if response is grpc.aio.EOF else response
+        if response is grpc.aio.EOF:
+            return None
+        assert isinstance(response, pb.ProcessingResponse)
+        return response
 
     async def request(
         self,
