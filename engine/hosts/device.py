@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from common.errors import ConfigError, LostRankError, StartupError
 from common.model_files import model_identity
 from engine.blocks.host_tier import BlockCopy
 from engine.device import Device, KVPlane, Ticket, do_nothing
-from engine.hosts.gathering import Member, gather, start_all
+from engine.hosts.gathering import Member, MemberWatch, gather, start_all
 from engine.hosts.group import HostGroup
 from engine.hosts.handshake import Purpose, Start
 from engine.hosts.kv import KVLink, join_hosts
@@ -30,7 +28,8 @@ from engine.hosts.kv_messages import Open
 from engine.hosts.place import Place, place_of
 from engine.local.device import LocalDevice, warm_up_rows
 from engine.ranks.launch import check_supported, share_of_rank
-from engine.ranks.messages import LOOK_S, Copy, Done, Failed, Message, Step
+from engine.ranks.messages import Copy, Step
+from engine.ranks.others import OtherRanks, info_of_all
 from engine.ranks.process import checked, ready
 from engine.step import StepInput, StepOutput
 from kv_store.base import KVConnector
@@ -57,36 +56,30 @@ class HostsDevice(Device):
         if place.index:
             raise ConfigError("--host-index", f"is {place.index}: only host 0 serves")
         share = share_of_host(settings, model_dir)
-        self._said: dict[int, Message] = {}  # by rank: read, and not taken yet
-        self._lock = threading.Lock()  # `check_alive` may be called beside a step
-        self._sending = threading.Lock()  # copies are asked for beside the thread that begins steps
         self._num_copies = 0  # messages with copies that were sent
         self._links: list[KVLink] = []
         self._other_planes: list[KVPlane] = []
         self._members = gather(place, model_identity(model_dir))
+        self._others = OtherRanks({one.number: one.channel for one in self._members}, MemberWatch(self._members))
         try:
-            self._channels = {member.number: member.channel for member in self._members}
             timeout = timedelta(seconds=place.timeout_s)
             self._store = TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
             start_all(self._members, Start(settings=share.model_dump_json(), store_port=self._store.port))
             own = self._members[0].sockets[Purpose.STEPS].getsockname()[0]
-            group = HostGroup(self._store, 0, place.num_hosts, own, self._problem, timeout_s=place.timeout_s)
+            group = HostGroup(self._store, 0, place.num_hosts, own, self._others.problem, timeout_s=place.timeout_s)
             self._local = LocalDevice(model_dir, share, raises=True, group=group)
             self._other_planes = [self._plane_of(member) for member in self._members]
         except (LostRankError, OSError) as error:
             self._leave()
             raise StartupError(str(error)) from error
         except RuntimeError as error:  # of torch
-            reason = self._problem() or str(error).splitlines()[0]
+            reason = self._others.problem() or str(error).splitlines()[0]
             self._leave()
             raise StartupError(f"the ranks of {place.num_hosts} hosts do not find each other: {reason}") from error
         except BaseException:
             self._leave()
             raise
-        info = self._local.info
-        spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
-        reason = f"{info.device_reason}; {place.num_hosts} hosts share the model"
-        self.info = replace(info, spec=spec, device_reason=reason)
+        self.info = info_of_all(self._local.info, f"{place.num_hosts} hosts")
         self.device = self._local.device
         self._dealt = ", experts dealt out" if settings.expert_parallel_size > 1 else ""
         log.info("ranks of all hosts are ready", extra={"num_hosts": place.num_hosts})
@@ -98,24 +91,21 @@ class HostsDevice(Device):
 
     def begin(self, step: StepInput) -> Ticket:
         ticket = self._local.begin(step)
-        self._send(Step.of(step))
+        self._others.send(Step.of(step))
         self._num_copies += bool(step.copies)
         return ticket
 
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
         """Raises `LostRankError` if a rank is gone: no step can be computed any more."""
         output = self._local.end(ticket, meanwhile)
-        for member in self._members:
-            message = self._answer(member, meanwhile)
-            if message != Done(ticket.number):
-                raise LostRankError(f"rank {member.number} said {message!r} to step {ticket.number}")
+        self._others.wait_for_step(ticket.number, meanwhile)
         return output
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Each rank copies its own, between the steps that come before and after. A step's own copies go with it."""
         if copies:
             self._local.copy(copies)
-            self._send(Copy.of(copies))
+            self._others.send(Copy.of(copies))
             self._num_copies += 1
 
     def planes(self) -> list[KVPlane]:
@@ -134,7 +124,7 @@ class HostsDevice(Device):
         try:
             joined = join_hosts(own, self._links, opening, self.check_alive)
         except (LostRankError, EOFError, OSError) as error:
-            reason = self._problem() or f"a rank has gone while it opened its connectors: {error}"
+            reason = self._others.problem() or f"a rank has gone while it opened its connectors: {error}"
             raise StartupError(reason) from error
         return joined[0], joined[1] if store is not None else None
 
@@ -145,8 +135,7 @@ class HostsDevice(Device):
 
     def check_alive(self) -> None:
         """Any thread may call it."""
-        if reason := self._problem():
-            raise LostRankError(reason)
+        self._others.check()
 
     def say_end(self) -> None:
         for member in self._members:
@@ -163,43 +152,8 @@ class HostsDevice(Device):
         for link in self._links:
             link.close()
 
-    def _send(self, message: Message) -> None:
-        with self._sending:
-            for member in self._members:
-                try:
-                    self._channels[member.number].send(message, while_full=self.check_alive)
-                except OSError as error:
-                    raise LostRankError(self._problem() or f"rank {member.number} does not listen") from error
-
     def _plane_of(self, member: Member) -> KVPlane:
         """Waits until the rank has loaded its part. Raises `StartupError` if it is not like this one."""
-        spec = checked(member.number, self._answer(member, do_nothing), ready(self._local)).spec
+        message, _ = self._others.answer(member.number)
+        spec = checked(member.number, message, ready(self._local)).spec
         return KVPlane(spec=spec, cache=np.empty((0, *spec.block_shape), np.float32))
-
-    def _answer(self, member: Member, meanwhile: Callable[[], None]) -> Message:
-        """What the rank says next. Raises `LostRankError` if nothing will come."""
-        channel = self._channels[member.number]
-        while member.number not in self._said and not channel.has_message(LOOK_S):
-            self.check_alive()
-            meanwhile()
-        with self._lock:
-            if reason := self._read(member):
-                raise LostRankError(reason)
-            return self._said.pop(member.number)
-
-    def _problem(self) -> str:
-        """Why a rank will compute nothing any more, in one line; empty if all may. Never waits."""
-        with self._lock:
-            return next(filter(None, (self._read(member) or member.problem() for member in self._members)), "")
-
-    def _read(self, member: Member) -> str:
-        channel = self._channels[member.number]
-        if member.number not in self._said and channel.has_message():
-            try:
-                self._said[member.number], _ = channel.receive()
-            except (EOFError, OSError):
-                return member.problem() or f"rank {member.number} has ended"
-            except Exception as error:
-                return f"rank {member.number} cannot be understood: {type(error).__name__}: {error}"
-        message = self._said.get(member.number)
-        return f"rank {member.number}: {message.reason}" if isinstance(message, Failed) else ""

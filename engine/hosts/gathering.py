@@ -7,7 +7,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import StartupError
@@ -25,10 +25,11 @@ _BACKLOG = 8  # connections that may wait to be taken
 
 @dataclass(slots=True)
 class Member:
-    """The rank of another host, as rank 0 knows it."""
+    """Another process of this worker, as rank 0 knows a rank of another host, and such a rank rank 0."""
 
     number: int
     run: str
+    on_gone: Callable[[str], None] | None = None  # see `Beats`
     sockets: dict[Purpose, socket.socket] = field(default_factory=dict)
     beats: Beats | None = None
 
@@ -44,7 +45,7 @@ class Member:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sockets[purpose] = end
         if purpose is Purpose.BEATS:
-            self.beats = Beats(end, f"rank {self.number} ({end.getpeername()[0]})")
+            self.beats = Beats(end, f"rank {self.number} ({end.getpeername()[0]})", self.on_gone)
 
     def problem(self) -> str:
         return "" if self.beats is None else self.beats.problem
@@ -61,6 +62,19 @@ class Member:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+
+class MemberWatch:
+    """An `engine.ranks.others.Watch`."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = {member.number: member for member in members}
+
+    def problem(self, rank: int) -> str:
+        return self._members[rank].problem()
+
+    def ended(self, rank: int) -> str:
+        return self.problem(rank) or f"rank {rank} has ended"
 
 
 def gather(place: Place, model: str) -> list[Member]:
@@ -132,7 +146,7 @@ def join(place: Place, model: str, on_gone: Callable[[str], None]) -> Member:
     said_at = time.monotonic()
     address = f"{place.host}:{place.port}"
     while True:
-        member = Member(0, secrets.token_hex(8))
+        member = Member(0, secrets.token_hex(8), on_gone)
         try:
             for purpose in Purpose:
                 end = socket.create_connection((place.host, place.port), timeout=_RETRY_S * 4)
@@ -141,12 +155,7 @@ def join(place: Place, model: str, on_gone: Callable[[str], None]) -> Member:
                 except BaseException:
                     end.close()
                     raise
-                if purpose is Purpose.BEATS:
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    member.sockets[purpose] = end
-                    member.beats = Beats(end, f"rank 0 ({place.host})", on_gone)
-                else:
-                    member.add(purpose, end)
+                member.add(purpose, end)
         except (OSError, EOFError, ValueError) as error:
             member.close()
             now = time.monotonic()

@@ -64,8 +64,7 @@ def _end_at_once_if_told() -> None:
         log.info("this rank ends", extra={"signal": signum})
         os._exit(128 + signum)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
+    _handle_ends(told)
 
 
 def _end_with_rank_0() -> None:
@@ -75,6 +74,10 @@ def _end_with_rank_0() -> None:
         log.info("this rank ends with rank 0; a second signal ends it now", extra={"signal": signum})
         _end_at_once_if_told()
 
+    _handle_ends(told)
+
+
+def _handle_ends(told: Callable[[int, object], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told)
 

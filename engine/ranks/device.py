@@ -39,7 +39,8 @@ from engine.ranks.launch import (
     start_rank,
 )
 from engine.ranks.meeting import CACHE, Meeting, Place
-from engine.ranks.messages import LOOK_S, Done, Failed, Message, Step, Tokens
+from engine.ranks.messages import Step, Tokens
+from engine.ranks.others import OtherRanks, info_of_all
 from engine.ranks.process import checked, ready
 from engine.ranks.shared_cache import SharedCache, map_cache
 from engine.step import StepInput, StepOutput
@@ -59,9 +60,8 @@ class RankedDevice(Device):
         self._layout = layout = layout_of(settings)
         self._deals_experts = settings.expert_parallel_size > 1
         share = share_of_rank(settings, model_dir)
-        self._others: list[Rank] = []
-        self._said: dict[int, tuple[Message, list[int]]] = {}  # by rank: read, and not taken yet
-        self._lock = threading.Lock()  # for what the ranks say: `check_alive` may be called beside a step
+        self._processes: list[Rank] = []
+        self._others = OtherRanks({}, RankWatch([]))
         self._looked_at = time.monotonic()
         self._sending = threading.Lock()  # a step may begin beside the thread that computes another one
         self._told = ToldTokens(self._tell_first_stage)
@@ -72,10 +72,11 @@ class RankedDevice(Device):
             raise StartupError(f"{layout.size} ranks have no memory to share: {error.strerror}") from error
         try:
             for number in range(1, layout.size):
-                self._others.append(start(number, share.num_threads or 1))
-            pids = [os.getpid(), *(rank.process.pid for rank in self._others)]
+                self._processes.append(start(number, share.num_threads or 1))
+            pids = [os.getpid(), *(rank.process.pid for rank in self._processes)]
             self._watch = RankWatch(pids)
-            for rank in self._others:
+            self._others = OtherRanks({rank.number: rank.channel for rank in self._processes}, self._watch)
+            for rank in self._processes:
                 files = meeting.files(rank.number)
                 join = join_of_rank(settings, share, model_dir, rank.number, pids, list(files))
                 rank.channel.send(join, list(files.values()))
@@ -94,7 +95,7 @@ class RankedDevice(Device):
                 pipeline=pipeline,
                 allocate=SharedCache(files[CACHE]).allocate if layout.num_caches < layout.size else None,
             )
-            planes = [self._plane_of(rank, meeting.files(rank.number)[CACHE]) for rank in self._others]
+            planes = [self._plane_of(rank, meeting.files(rank.number)[CACHE]) for rank in self._processes]
             self._joined = planes[: layout.num_caches - 1]  # those of the last stage: the others have the same
             self._host_caches = [allocate_host_cache(share, plane.spec, self._local.device) for plane in self._joined]
         except (LostRankError, OSError) as error:
@@ -105,12 +106,8 @@ class RankedDevice(Device):
             raise
         finally:
             meeting.close()
-        info = self._local.info
-        spec = replace(info.spec, num_kv_heads=info.spec.num_kv_heads_in_all, tp_size=1, tp_rank=0)
         self.info = replace(
-            info,
-            spec=spec,
-            device_reason=f"{info.device_reason}; {self._shape} share the model",
+            info_of_all(self._local.info, self._shape),
             overlaps_steps=layout.num_stages > 1,
         )
         self.device = self._local.device
@@ -140,12 +137,10 @@ class RankedDevice(Device):
         if step.copies:
             self._copy_joined(step.copies)
             step = replace(step, copies=())  # the others have no host memory
-        message = Step.of(step)
         with self._sending:
             if self._layout.num_stages > 1:
                 self._told.ask(step.rows)
-            for rank in self._others:
-                self._send(rank, message)
+            self._others.send(Step.of(step))
         return ticket
 
     def _drew(self, step: int, rows: Sequence[int], tokens: Sequence[SampledToken | None]) -> None:
@@ -153,24 +148,14 @@ class RankedDevice(Device):
             self._told.drew(step, rows, tokens)
 
     def _tell_first_stage(self, tokens: Tokens) -> None:
-        for rank in self._others:
-            if self._layout.stage(rank.number).is_first:
-                self._send(rank, tokens)
-
-    def _send(self, rank: Rank, message: Message) -> None:
-        try:
-            rank.channel.send(message, while_full=self._check)
-        except OSError as error:
-            raise LostRankError(self._problem(rank.number) or f"rank {rank.number} does not listen") from error
+        ranks = [rank.number for rank in self._processes if self._layout.stage(rank.number).is_first]
+        self._others.send(tokens, ranks)
 
     def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
         """Raises `LostRankError` if a rank is gone, and what stopped rank 0 if that was something else: no step can be
         computed any more."""
         output = self._local.end(ticket, meanwhile)
-        for rank in self._others:
-            message, _ = self._answer(rank.number, meanwhile)
-            if message != Done(ticket.number):
-                raise LostRankError(f"rank {rank.number} said {message!r} to step {ticket.number}")
+        self._others.wait_for_step(ticket.number, meanwhile)
         return output
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -195,25 +180,22 @@ class RankedDevice(Device):
         if now - self._looked_at < _IDLE_LOOK_S:
             return
         self._looked_at = now
-        self._check()
+        self._others.check()
 
     def close(self) -> None:
         """Ends the other ranks."""
         if self._place is not None:
             self._place.fail()
             self._place.close()
-        for rank in self._others:
+        for rank in self._processes:
             rank.channel.close()  # all of them first: a rank may wait for another one
-        for rank in self._others:
+        for rank in self._processes:
             rank.end()
-        for _, files in self._said.values():
-            for file in files:
-                os.close(file)
-        self._said.clear()
+        self._others.close()
 
     def _plane_of(self, rank: Rank, cache_file: int) -> KVPlane:
         """Waits until the rank has loaded its part. Raises `StartupError` if it cannot, or is not like this one."""
-        message, files = self._answer(rank.number, do_nothing)
+        message, files = self._others.answer(rank.number)
         try:
             said = checked(rank.number, message, ready(self._local))
             place = said.spec
@@ -224,43 +206,6 @@ class RankedDevice(Device):
                 os.close(file)
         return KVPlane(spec=place, cache=cache[: said.num_blocks])
 
-    def _check(self) -> None:
-        """Raises `LostRankError` if one of the ranks will compute nothing any more."""
-        if reason := self._problem_of_any():
-            raise LostRankError(reason)
-
-    def _problem_of_any(self, _waited_for: int = 0) -> str:
+    def _problem_of_any(self, _waited_for: int) -> str:
         """Of any rank, whichever is waited for: that one may itself wait for another, which is lost."""
-        return next(filter(None, (self._problem(rank.number) for rank in self._others)), "")
-
-    def _answer(self, number: int, meanwhile: Callable[[], None]) -> tuple[Message, list[int]]:
-        """What the rank says next. Raises `LostRankError` if nothing will come."""
-        channel = self._others[number - 1].channel
-        while number not in self._said and not channel.has_message(LOOK_S):
-            self._check()
-            meanwhile()
-        with self._lock:
-            if reason := self._read(number):
-                raise LostRankError(reason)
-            return self._said.pop(number)
-
-    def _problem(self, number: int) -> str:
-        """Why the rank will compute nothing any more, in one line; empty if it may. Never waits."""
-        with self._lock:
-            return self._read(number) or self._watch.problem(number)
-
-    def _read(self, number: int) -> str:
-        """Reads what the rank says, if that was taken. Returns why it will compute nothing any more, if it says so.
-        Only for who has the lock."""
-        channel = self._others[number - 1].channel
-        if number not in self._said and channel.has_message():
-            try:
-                self._said[number] = channel.receive()
-            except (EOFError, OSError):
-                return self._watch.ended(number)
-            except Exception as error:
-                return f"rank {number} cannot be understood: {type(error).__name__}: {error}"
-        match self._said.get(number):
-            case (Failed(reason), _):
-                return f"rank {number}: {reason}"
-        return ""
+        return self._others.problem()
