@@ -144,8 +144,8 @@ class EngineSettings(ModelSettings):
     )
     num_hosts: Positive = Field(
         1,
-        description="hosts (pods) that compute the model together, a rank each, as many as --tensor-parallel-size; all "
-        "are given the same flags but --host-index (docs/ranks.md)",
+        description="hosts (pods) that compute the model together, each with as many of the --tensor-parallel-size "
+        "ranks; all are given the same flags but --host-index (docs/ranks.md)",
     )
     host_index: int | None = Field(
         None,

@@ -1,4 +1,5 @@
-"""The device of a worker whose ranks are on several hosts: rank 0's side.
+"""The device of a worker whose ranks are on several hosts: rank 0's side. The other ranks of its own host are like
+those of other hosts.
 
 Steps go to the other ranks over TCP, values by Gloo. Each rank's KV cache lies in its own process, where this one does
 not see it: each has connectors of its own (engine/hosts/kv.py). Blocks in host memory stay with each rank, too.
@@ -25,6 +26,7 @@ from engine.hosts.group import HostGroup
 from engine.hosts.handshake import Purpose, Start
 from engine.hosts.kv import KVLink, join_hosts
 from engine.hosts.kv_messages import Open
+from engine.hosts.launch import FurtherRanks, settings_of_rank
 from engine.hosts.place import Place, place_of
 from engine.local.device import LocalDevice, warm_up_rows
 from engine.ranks.launch import check_supported, share_of_rank
@@ -38,19 +40,19 @@ log = logging.getLogger(__name__)
 
 
 def share_of_host(settings: EngineSettings, model_dir: Path) -> EngineSettings:
-    """What each host's rank computes with: threads and memory in `settings` are those of a host."""
-    alone = settings.model_copy(update={"tensor_parallel_size": 1, "expert_parallel_size": 1})
-    sizes = {"tensor_parallel_size": settings.num_hosts, "expert_parallel_size": settings.expert_parallel_size}
-    return share_of_rank(alone, model_dir).model_copy(update=sizes)
+    """What each rank computes with: threads and memory in `settings` are those of a host."""
+    own = {"tensor_parallel_size": settings.tensor_parallel_size // settings.num_hosts, "expert_parallel_size": 1}
+    sizes = {name: getattr(settings, name) for name in own}
+    return share_of_rank(settings.model_copy(update=own), model_dir).model_copy(update=sizes)
 
 
 class HostsDevice(Device):
     """A step that fails on one rank ends all: the others wait in it for values that never come."""
 
     def __init__(self, model_dir: Path, settings: EngineSettings, place: Place | None = None) -> None:
-        """Waits for the other hosts' ranks and loads the model, each rank its part. `place`: of the settings if None.
-        Raises `StartupError` with one line if a rank cannot, or does not come, and `ConfigError` for settings that such
-        ranks do not take."""
+        """Starts the other ranks of this host, waits for those of other hosts, and loads the model, each rank its part.
+        `place`: of the settings if None. Raises `StartupError` with one line if a rank cannot, or does not come, and
+        `ConfigError` for settings that such ranks do not take."""
         check_supported(settings)
         place = place or place_of(settings, os.environ)
         if place.index:
@@ -59,14 +61,28 @@ class HostsDevice(Device):
         self._num_copies = 0  # messages with copies that were sent
         self._links: list[KVLink] = []
         self._other_planes: list[KVPlane] = []
-        self._members = gather(place, model_identity(model_dir))
+        self._further = FurtherRanks(settings, model_dir, place)
+        try:
+            self._members = gather(place, model_identity(model_dir), self._further.check)
+        except BaseException:
+            self._further.kill()
+            raise
         self._others = OtherRanks({one.number: one.channel for one in self._members}, MemberWatch(self._members))
         try:
             timeout = timedelta(seconds=place.timeout_s)
             self._store = TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
-            start_all(self._members, Start(settings=share.model_dump_json(), store_port=self._store.port))
-            own = self._members[0].sockets[Purpose.STEPS].getsockname()[0]
-            group = HostGroup(self._store, 0, place.num_hosts, own, self._others.problem, timeout_s=place.timeout_s)
+            start = Start(settings=share.model_dump_json(), store_port=self._store.port)
+            group = HostGroup(
+                self._store,
+                0,
+                place.num_ranks,
+                start_all(self._members, start, place.ranks_per_host),
+                self._others.problem,
+                timeout_s=place.timeout_s,
+                num_here=place.ranks_per_host,
+            )
+            if place.ranks_per_host > 1 and (cores := settings_of_rank(settings, place).cpu_cores):
+                os.sched_setaffinity(0, cores)
             self._local = LocalDevice(model_dir, share, raises=True, group=group)
             self._other_planes = [self._plane_of(member) for member in self._members]
         except (LostRankError, OSError) as error:
@@ -79,15 +95,18 @@ class HostsDevice(Device):
         except BaseException:
             self._leave()
             raise
-        self.info = info_of_all(self._local.info, f"{place.num_hosts} hosts")
+        self._shape = f"ranks on {place.num_hosts} hosts"
+        if place.ranks_per_host > 1:
+            self._shape = f"{place.num_ranks} {self._shape}"
+        self.info = info_of_all(self._local.info, self._shape)
         self.device = self._local.device
         self._dealt = ", experts dealt out" if settings.expert_parallel_size > 1 else ""
-        log.info("ranks of all hosts are ready", extra={"num_hosts": place.num_hosts})
+        log.info("ranks of all hosts are ready", extra={"num_hosts": place.num_hosts, "num_ranks": place.num_ranks})
 
     @property
     def kernels_name(self) -> str:
         """Of a model of time, which is for as many ranks."""
-        return f"{self._local.kernels_name}, ranks on {1 + len(self._members)} hosts{self._dealt}"
+        return f"{self._local.kernels_name}, {self._shape}{self._dealt}"
 
     def begin(self, step: StepInput) -> Ticket:
         ticket = self._local.begin(step)
@@ -151,6 +170,7 @@ class HostsDevice(Device):
             member.close()
         for link in self._links:
             link.close()
+        self._further.wait()
 
     def _plane_of(self, member: Member) -> KVPlane:
         """Waits until the rank has loaded its part. Raises `StartupError` if it is not like this one."""

@@ -1,4 +1,5 @@
-"""Ranks of several hosts find each other: rank 0 listens, the others connect and keep trying."""
+"""Ranks of several hosts find each other: rank 0 listens, the others connect and keep trying, also those of its own
+host."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from common.errors import StartupError
+from engine.device import do_nothing
 from engine.hosts.beats import Beats
 from engine.hosts.handshake import Purpose, RefusedError, Start, ask, send, take
 from engine.hosts.place import Place
@@ -77,10 +81,10 @@ class MemberWatch:
         return self.problem(rank) or f"rank {rank} has ended"
 
 
-def gather(place: Place, model: str) -> list[Member]:
-    """Waits for the ranks of all other hosts; they are in the order of their numbers. `model`: its identity. A peer
-    that is none of them is refused and logged, and others are waited for. Raises `StartupError` if one is missing when
-    the time is over."""
+def gather(place: Place, model: str, check: Callable[[], None] = do_nothing) -> list[Member]:
+    """Waits for all other ranks; they are in the order of their numbers. `model`: its identity. A peer that is none of
+    them is refused and logged, and others are waited for. `check` is called meanwhile, and what it raises ends the
+    waiting. Raises `StartupError` if one is missing when the time is over."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     try:
         listener = socket.create_server((place.host, place.port), family=family, backlog=_BACKLOG)
@@ -89,7 +93,7 @@ def gather(place: Place, model: str) -> list[Member]:
     members: dict[int, Member] = {}
     try:
         with listener:
-            _take_all(listener, place, model, members)
+            _take_all(listener, place, model, members, check)
     except BaseException:
         for member in members.values():
             member.close()
@@ -97,25 +101,28 @@ def gather(place: Place, model: str) -> list[Member]:
     return [members[number] for number in sorted(members)]
 
 
-def _take_all(listener: socket.socket, place: Place, model: str, members: dict[int, Member]) -> None:
+def _take_all(
+    listener: socket.socket, place: Place, model: str, members: dict[int, Member], check: Callable[[], None]
+) -> None:
     give_up = time.monotonic() + place.timeout_s
     said_at = time.monotonic()
     refusal = ""
     while missing := _missing(place, members):
+        check()
         now = time.monotonic()
         if now >= give_up:
             why = f"; the last peer was refused: {refusal}" if refusal else ""
             raise StartupError(f"{missing} did not come within {place.timeout_s:g} s (--ranks-timeout){why}")
         if now - said_at >= _PROGRESS_S:
             said_at = now
-            log.info("waiting for ranks of other hosts", extra={"missing": missing})
+            log.info("waiting for ranks", extra={"missing": missing})
         listener.settimeout(min(_RETRY_S, give_up - now))
         try:
             end, (peer, *_) = listener.accept()
         except TimeoutError:
             continue
         try:
-            hello = take(end, place.secret, place.num_hosts, model)
+            hello = take(end, place, model)
         except (RefusedError, OSError, EOFError, ValueError) as error:
             refusal = f"{peer}: {error or type(error).__name__}"
             log.warning("a peer is not taken as a rank", extra={"peer": peer, "reason": str(error)})
@@ -135,12 +142,12 @@ def _missing(place: Place, members: dict[int, Member]) -> str:
             log.warning("a rank has gone while others were waited for", extra={"reason": reason})
             member.close()
             del members[number]
-    numbers = [str(n) for n in range(1, place.num_hosts) if n not in members or not members[n].is_complete]
+    numbers = [str(n) for n in range(1, place.num_ranks) if n not in members or not members[n].is_complete]
     return f"rank {', '.join(numbers)}" if numbers else ""
 
 
 def join(place: Place, model: str, on_gone: Callable[[str], None]) -> Member:
-    """Connects the rank of this host to rank 0, which may come later. `on_gone`: see `Beats`. Raises `StartupError` if
+    """Connects a rank of this host to rank 0, which may come later. `on_gone`: see `Beats`. Raises `StartupError` if
     rank 0 refuses it, or does not come in time."""
     give_up = time.monotonic() + place.timeout_s
     said_at = time.monotonic()
@@ -151,7 +158,7 @@ def join(place: Place, model: str, on_gone: Callable[[str], None]) -> Member:
             for purpose in Purpose:
                 end = socket.create_connection((place.host, place.port), timeout=_RETRY_S * 4)
                 try:
-                    ask(end, place.secret, place.index, place.num_hosts, model, member.run, purpose)
+                    ask(end, place, model, member.run, purpose)
                 except BaseException:
                     end.close()
                     raise
@@ -174,6 +181,11 @@ def join(place: Place, model: str, on_gone: Callable[[str], None]) -> Member:
             return member
 
 
-def start_all(members: list[Member], start: Start) -> None:
+def start_all(members: Sequence[Member], start: Start, ranks_here: int) -> str:
+    """Sends `start`. The first `ranks_here` ranks, rank 0 included, are on this host: they learn by which address other
+    hosts reach it. Returns that address."""
+    address: str = members[-1].sockets[Purpose.STEPS].getsockname()[0]  # that rank is on the last host
     for member in members:
-        send(member.sockets[Purpose.STEPS], start)
+        is_here = member.number < ranks_here
+        send(member.sockets[Purpose.STEPS], structs.replace(start, address=address) if is_here else start)
+    return address

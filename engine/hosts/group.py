@@ -24,13 +24,21 @@ class HostGroup(GlooCollectives):
     """A `RankGroup`. Raises `LostRankError` if a rank will not come: the group is of no use then."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, address: str, problem: Callable[[], str], *, timeout_s: float
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        address: str,
+        problem: Callable[[], str],
+        *,
+        timeout_s: float,
+        num_here: int = 1,
     ) -> None:
         """Meets the other ranks by `store`, within `timeout_s`. `address` is this host's, as the others reach it.
-        `problem`: why no further value will come, in one line; empty if it may."""
+        `problem`: why no further value will come, in one line; empty if it may. `num_here`: ranks of this host."""
         from torch.distributed import ProcessGroupGloo
 
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.num_here = rank, size, num_here
         self._problem = problem
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]

@@ -18,6 +18,7 @@ import msgspec
 
 from common.errors import StartupError
 from common.version import VERSION
+from engine.hosts.place import Place
 
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 20
@@ -42,6 +43,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     proof: bytes
     rank: int
     num_hosts: int
+    num_ranks: int  # of all hosts
     model: str  # identity of its weights
     run: str  # of the process; another one in each life
     purpose: Purpose
@@ -57,6 +59,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: str  # EngineSettings as JSON, those of rank 0
     store_port: int  # of the `TCPStore` on rank 0's host
+    address: str = ""  # of this host, as others reach it; empty: this end's of the connection
 
 
 class RefusedError(Exception):
@@ -104,61 +107,55 @@ def _proof(secret: bytes, side: str, hello: Hello, challenge: Challenge) -> byte
     return hmac.digest(secret, said, "sha256")
 
 
-def take(end: socket.socket, secret: bytes, num_hosts: int, model: str) -> Hello:
-    """Rank 0's side. Raises `RefusedError` if the peer is not a rank of this worker, after it was told, and `OSError`,
-    `EOFError` or `ValueError` if it does not speak so."""
+def take(end: socket.socket, place: Place, model: str) -> Hello:
+    """Rank 0's side, which is at `place` and has `model`. Raises `RefusedError` if the peer is not a rank of this
+    worker, after it was told, and `OSError`, `EOFError` or `ValueError` if it does not speak so."""
     end.settimeout(HANDSHAKE_S)
     challenge = Challenge(release=VERSION, nonce=secrets.token_bytes(_NONCE_BYTES))
     send(end, challenge)
     hello = receive(end, Hello)
     refusal = ""
-    if not hmac.compare_digest(hello.proof, _proof(secret, "rank", hello, challenge)):
+    if not hmac.compare_digest(hello.proof, _proof(place.secret, "rank", hello, challenge)):
         refusal = "its secret is another one (--ranks-secret-file)"
     elif hello.release != VERSION:
         refusal = f"it is of release {hello.release}, not {VERSION}"
-    elif hello.num_hosts != num_hosts:
-        refusal = f"it was told of {hello.num_hosts} hosts, not {num_hosts} (--num-hosts)"
-    elif not 1 <= hello.rank < num_hosts:
-        refusal = f"rank {hello.rank} is none of the ranks 1 to {num_hosts - 1} (--host-index)"
+    elif hello.num_hosts != place.num_hosts:
+        refusal = f"it was told of {hello.num_hosts} hosts, not {place.num_hosts} (--num-hosts)"
+    elif hello.num_ranks != place.num_ranks:
+        refusal = f"it was told of {hello.num_ranks} ranks, not {place.num_ranks} (--tensor-parallel-size)"
+    elif not 1 <= hello.rank < place.num_ranks:
+        refusal = f"rank {hello.rank} is none of the ranks 1 to {place.num_ranks - 1} (--host-index)"
     elif hello.model != model:
         refusal = f"its model is {hello.model}, not {model} (--model)"
     if refusal:
         with contextlib.suppress(OSError):
             send(end, Verdict(refusal=refusal))
         raise RefusedError(refusal)
-    send(end, Verdict(proof=_proof(secret, "rank 0", hello, challenge)))
+    send(end, Verdict(proof=_proof(place.secret, "rank 0", hello, challenge)))
     end.settimeout(None)
     return hello
 
 
-def ask(
-    end: socket.socket,
-    secret: bytes,
-    rank: int,
-    num_hosts: int,
-    model: str,
-    run: str,
-    purpose: Purpose,
-    *,
-    release: str = VERSION,
-) -> None:
-    """The other side. Raises `StartupError` if rank 0 refuses it, or does not have the secret; else as `take`."""
+def ask(end: socket.socket, place: Place, model: str, run: str, purpose: Purpose, *, release: str = VERSION) -> None:
+    """The other side, at `place`. Raises `StartupError` if rank 0 refuses it, or does not have the secret; else as
+    `take`."""
     end.settimeout(2 * HANDSHAKE_S)
     challenge = receive(end, Challenge)
     hello = Hello(
         release=release,
         nonce=secrets.token_bytes(_NONCE_BYTES),
         proof=b"",
-        rank=rank,
-        num_hosts=num_hosts,
+        rank=place.rank,
+        num_hosts=place.num_hosts,
+        num_ranks=place.num_ranks,
         model=model,
         run=run,
         purpose=purpose,
     )
-    send(end, msgspec.structs.replace(hello, proof=_proof(secret, "rank", hello, challenge)))
+    send(end, msgspec.structs.replace(hello, proof=_proof(place.secret, "rank", hello, challenge)))
     verdict = receive(end, Verdict)
     if verdict.refusal:
-        raise StartupError(f"rank 0 does not take this host as rank {rank}: {verdict.refusal}")
-    if not hmac.compare_digest(verdict.proof, _proof(secret, "rank 0", hello, challenge)):
+        raise StartupError(f"rank 0 does not take this host as rank {place.rank}: {verdict.refusal}")
+    if not hmac.compare_digest(verdict.proof, _proof(place.secret, "rank 0", hello, challenge)):
         raise StartupError("who answers at --ranks-address does not have the secret (--ranks-secret-file)")
     end.settimeout(None)

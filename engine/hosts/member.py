@@ -1,4 +1,4 @@
-"""The process of a host that does not serve: it computes one rank, and ends with rank 0."""
+"""The process of a rank that does not serve, of another host or of rank 0's: it ends with rank 0."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from engine.hosts.gathering import Member, join
 from engine.hosts.group import HostGroup
 from engine.hosts.handshake import Purpose, Start, receive
 from engine.hosts.kv_messages import COUNTERS, Open
+from engine.hosts.launch import FurtherRanks, settings_of_rank
 from engine.hosts.member_kv import MemberKV
 from engine.hosts.place import Place, place_of
 from engine.ranks.messages import Channel, Copy, Done, Failed, Step
@@ -36,9 +37,28 @@ _LAST_WORD_S = 5.0  # for what rank 0 says at its end, or for the silence that s
 
 
 def run(settings: WorkerSettings, model_dir: Path) -> int:
-    """Returns 0 if rank 0 told it to end, else 1. Raises `StartupError` and `ConfigError`."""
-    end_with_threads()
+    """A host that does not serve: its first rank, and the processes of its others. Returns 0 if rank 0 told it to end,
+    else 1. Raises `StartupError` and `ConfigError`."""
     place = place_of(settings, os.environ)
+    others = FurtherRanks(settings, model_dir, place)
+
+    def failed(reason: str) -> None:
+        log.error("this host's ranks end", extra={"reason": reason})
+        os._exit(1)  # the others of this host end with this process
+
+    try:
+        others.watch(failed)
+        code = run_rank(settings_of_rank(settings, place), model_dir, place)
+    except BaseException:
+        others.kill()
+        raise
+    others.wait()
+    return code
+
+
+def run_rank(settings: WorkerSettings, model_dir: Path, place: Place) -> int:
+    """One rank, with its share of the host's threads and cores. Returns and raises as `run`."""
+    end_with_threads()
     if settings.cpu_cores:
         os.sched_setaffinity(0, settings.cpu_cores)
 
@@ -52,7 +72,7 @@ def run(settings: WorkerSettings, model_dir: Path) -> int:
     _end_at_once_if_told()
     member = join(place, model_identity(model_dir), gone)
     _end_with_rank_0()
-    log.info("joined", extra={"rank": place.index, "num_hosts": place.num_hosts})
+    log.info("joined", extra={"rank": place.rank, "num_hosts": place.num_hosts})
     return serve(place, settings, model_dir, member, MetricRelay(COUNTERS))
 
 
@@ -102,11 +122,12 @@ def serve(
         store = TCPStore(steps.getpeername()[0], start.store_port, None, False, timeout, wait_for_workers=False)
         group = HostGroup(
             store,
-            place.index,
-            place.num_hosts,
-            steps.getsockname()[0],
+            place.rank,
+            place.num_ranks,
+            start.address or steps.getsockname()[0],
             member.problem,
             timeout_s=place.timeout_s,
+            num_here=place.ranks_per_host,
         )
         device = LocalDevice(model_dir, share, raises=True, group=group)
         [plane] = device.planes()

@@ -1,9 +1,10 @@
-"""Which host of a worker this is, and where its ranks meet: from settings, and what LeaderWorkerSet tells a pod."""
+"""Which rank of a worker this is, on which host, and where ranks meet: from settings, and what LeaderWorkerSet tells a
+pod."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.config import EngineSettings
@@ -11,16 +12,33 @@ from common.errors import ConfigError
 
 DEFAULT_PORT = 50065  # at which rank 0 waits, if LeaderWorkerSet names its host
 MIN_SECRET_BYTES = 16
+_LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # by what listens everywhere
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Place:
     num_hosts: int
-    index: int  # of this host, and the number of its rank
-    host: str  # of rank 0; where it listens, on rank 0's own host
+    index: int  # of this host
+    ranks_per_host: int = 1
+    number: int = 0  # of this rank, among those of its host
+    host: str  # of rank 0; where it listens, if this is rank 0
     port: int
     timeout_s: float  # until all ranks have to be there
     secret: bytes = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """Ranks of a host are neighbours."""
+        return self.index * self.ranks_per_host + self.number
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.ranks_per_host
+
+    def of_rank(self, number: int) -> Place:
+        """Of another rank of this host."""
+        host = _LOOPBACK.get(self.host, self.host) if self.rank == 0 else self.host
+        return replace(self, number=number, host=host)
 
 
 def host_index(settings: EngineSettings, environ: Mapping[str, str]) -> int:
@@ -43,17 +61,17 @@ def host_index(settings: EngineSettings, environ: Mapping[str, str]) -> int:
 
 
 def place_of(settings: EngineSettings, environ: Mapping[str, str]) -> Place:
-    """Of this host. Raises `ConfigError` that names the flag which is missing or wrong."""
+    """Of this host's first rank. Raises `ConfigError` that names the flag which is missing or wrong."""
     index = host_index(settings, environ)
     if settings.pipeline_parallel_size > 1:
         raise ConfigError("--num-hosts", "does not go with --pipeline-parallel-size")
     if settings.data_parallel_size > 1:
         raise ConfigError("--num-hosts", "does not go with --data-parallel-size")
-    if settings.tensor_parallel_size != settings.num_hosts:
+    if settings.tensor_parallel_size % settings.num_hosts:
         raise ConfigError(
             "--num-hosts",
             f"is {settings.num_hosts}, but --tensor-parallel-size is {settings.tensor_parallel_size}: "
-            "each host has one rank",
+            "all hosts have as many ranks",
         )
     if (pods := environ.get("LWS_GROUP_SIZE")) and pods != str(settings.num_hosts):
         raise ConfigError("--num-hosts", f"is {settings.num_hosts}, but the group has {pods} pods (LWS_GROUP_SIZE)")
@@ -67,6 +85,7 @@ def place_of(settings: EngineSettings, environ: Mapping[str, str]) -> Place:
     return Place(
         num_hosts=settings.num_hosts,
         index=index,
+        ranks_per_host=settings.tensor_parallel_size // settings.num_hosts,
         host=host.strip("[]"),
         port=int(port),
         timeout_s=settings.ranks_timeout,

@@ -94,7 +94,7 @@ class LocalDevice(Device):
         self._padding = loaded.padding
         self._raises = raises or not is_alone
         self._check_ranks(spec, loaded)
-        num_caches = 1 if self._data_ranks is not None else group.size
+        num_caches = 1 if self._data_ranks is not None else group.num_here
         num_blocks = self._least(
             num_cache_blocks(spec, loaded.device, settings, num_caches, num_stages=pipeline.stage.count)
         )

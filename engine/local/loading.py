@@ -129,10 +129,15 @@ def _load(
     device: torch.device,
     kernels: Kernels | None,
 ) -> CausalLM:
-    check_weights_fit(files, dtype=dtype, device=device, stays_quantised=kernels is not None)
-    pipeline.everybody.all_gather(
-        torch.zeros(1, device=device)
-    )  # no rank loads before all have looked at what memory is left
+    everybody = pipeline.everybody
+    check_weights_fit(
+        files,
+        dtype=dtype,
+        device=device,
+        stays_quantised=kernels is not None,
+        share=everybody.num_here / everybody.size,
+    )
+    everybody.all_gather(torch.zeros(1, device=device))  # no rank loads before all have looked at what memory is left
     try:
         with torch.inference_mode():
             model = build_model(

@@ -52,13 +52,15 @@ def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = Tr
     return total
 
 
-def check_weights_fit(files: ModelFiles, *, dtype: torch.dtype, device: torch.device, stays_quantised: bool) -> None:
-    """Raises `StartupError` if the weights need more memory than this machine has left. Of several ranks all have to
-    ask before any of them loads: together they hold the whole."""
+def check_weights_fit(
+    files: ModelFiles, *, dtype: torch.dtype, device: torch.device, stays_quantised: bool, share: float = 1.0
+) -> None:
+    """Raises `StartupError` if the weights need more memory than this machine has left. `share` of them is for the
+    ranks of this host, which all have to ask before any of them loads."""
     available = available_bytes() if device.type == "cpu" else None
     if available is None:
         return
-    needed = weight_bytes(files, dtype.itemsize, stays_quantised=stays_quantised)
+    needed = share * weight_bytes(files, dtype.itemsize, stays_quantised=stays_quantised)
     if needed > available:
         raise StartupError(
             f"the weights of {files.path} need {needed / GIB:.1f} GiB in {dtype}, "

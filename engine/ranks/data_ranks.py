@@ -18,7 +18,8 @@ class DataRanks:
     """A `RankGroup` whose ranks have tokens of their own in each step."""
 
     def __init__(self, group: RankGroup) -> None:
-        self.rank, self.size, self.over_network = group.rank, group.size, group.over_network
+        self.rank, self.size, self.num_here = group.rank, group.size, group.num_here
+        self.over_network = group.over_network
         self._group = group
 
     def all_reduce(self, values: torch.Tensor) -> None:

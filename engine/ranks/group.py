@@ -30,6 +30,7 @@ class RankGroup(Protocol):
 
     rank: int  # of `size`, from 0
     size: int
+    num_here: int  # of them, those on this host, this one included: they share its memory
     over_network: bool  # values are sent; in memory that ranks share they are copied
 
     def all_reduce(self, values: torch.Tensor) -> None:
@@ -54,6 +55,7 @@ class OneRank:
 
     rank = 0
     size = 1
+    num_here = 1
     over_network = False
 
     def all_reduce(self, values: torch.Tensor) -> None:
@@ -77,6 +79,7 @@ class GlooCollectives(ABC):
 
     rank: int
     size: int
+    num_here: int
     over_network = True
     _group: ProcessGroupGloo
 
@@ -139,14 +142,14 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 class GlooGroup(GlooCollectives):
-    """Ranks that talk over sockets, on one host or several. The reference that other groups are compared with."""
+    """Ranks of one host that talk over sockets. The reference that other groups are compared with."""
 
     def __init__(self, store: Store, rank: int, size: int, *, longest_wait_s: float = LONGEST_WAIT_S) -> None:
         """Meets the other ranks by `store`, for instance a `torch.distributed.TCPStore`. A collective that takes
         `longest_wait_s` raises `RuntimeError`, as one does whose peer has gone."""
         from torch.distributed import ProcessGroupGloo
 
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.num_here = rank, size, size
         self._group = ProcessGroupGloo(store, rank, size, timedelta(seconds=longest_wait_s))
 
     def _wait(self, work: Work) -> None:

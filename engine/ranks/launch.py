@@ -129,10 +129,14 @@ def share_of_rank(settings: EngineSettings, model_dir: Path) -> EngineSettings:
 
 def cores_of_rank(settings: EngineSettings, rank: int) -> list[int]:
     """Cores that the rank is pinned to: neighbours, as many as the others have; all if there are fewer than ranks."""
-    cores, size = settings.cpu_cores, settings.num_ranks
-    if len(cores) < size:
+    return part_of_cores(settings.cpu_cores, rank, settings.num_ranks)
+
+
+def part_of_cores(cores: Sequence[int], number: int, count: int) -> list[int]:
+    """Those of rank `number` of `count` ranks on these cores, as `cores_of_rank` has them."""
+    if len(cores) < count:
         return list(cores)
-    return list(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size])
+    return list(cores[len(cores) * number // count : len(cores) * (number + 1) // count])
 
 
 def has_cores(settings: EngineSettings) -> bool:

@@ -56,8 +56,8 @@ class OtherRanks:
             return self._said.pop(rank)
 
     def wait_for_step(self, number: int, meanwhile: Callable[[], None] = do_nothing) -> None:
-        """Until all ranks have computed step `number`, the first of which nobody has waited for the end. `meanwhile` and
-        errors as with `answer`."""
+        """Until all ranks have computed step `number`, the first whose end nobody has waited for. `meanwhile` and what
+        is raised: as `answer`."""
         for rank in self._channels:
             message, _ = self.answer(rank, meanwhile)
             if message != Done(number):

@@ -78,7 +78,7 @@ class SharedMemoryGroup:
         library = exchange_library()
         if library is None:
             raise StartupError("the library that ranks of a host meet in was not built")
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.num_here = rank, size, size
         self._library = library
         self._problem = problem
         self._reason = ""

@@ -454,6 +454,12 @@ def test_pods_of_a_group_are_ranks_of_one_model_that_know_each_other_by_a_secret
     assert {"name": "ranks", "containerPort": DEFAULT_PORT} in group["leaderTemplate"]["spec"]["containers"][0]["ports"]
 
 
+def test_a_pod_of_a_group_may_have_several_ranks() -> None:
+    objects = render({"decode.multiNode": {"enabled": True, "size": 2}, "decode.settings.tensor_parallel_size": 6})
+    settings = settings_of(objects, "demo-baton-decode")
+    assert (settings["num_hosts"], settings["tensor_parallel_size"]) == (2, 6)
+
+
 def test_a_secret_of_the_users_is_mounted_and_none_is_made() -> None:
     objects = render({"decode.multiNode": {"enabled": True, "size": 2, "existingSecret": "ours"}})
     assert not [one for one in objects if one["kind"] == "Secret"]
@@ -468,8 +474,8 @@ def test_a_secret_of_the_users_is_mounted_and_none_is_made() -> None:
     ("values", "words"),
     [
         (
-            {"decode.settings.tensor_parallel_size": 4},
-            "decode.settings.tensor_parallel_size: is 4, but decode.multiNode.size is 2: each pod has one rank",
+            {"decode.settings.tensor_parallel_size": 3},
+            "decode.settings.tensor_parallel_size: is 3, but decode.multiNode.size is 2: all pods have as many ranks",
         ),
         ({"decode.gpus": 1}, "decode.gpus: is 1, but ranks on several pods (decode.multiNode) compute on CPUs"),
         ({"decode.settings.num_hosts": 2}, "num_hosts is not allowed"),

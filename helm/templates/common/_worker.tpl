@@ -43,19 +43,19 @@
 {{- toYaml $settings -}}
 {{- end -}}
 
-{{/* Of a worker on several pods, a rank each. Their places in the group come from the LWS_* variables, so all pods have
+{{/* Of a worker on several pods, each with as many ranks. Their places in the group come from the LWS_* variables, so all pods have
      the same settings. */}}
 {{- define "baton.ranksSettings" -}}
 {{- $size := int .values.multiNode.size -}}
 {{- $given := int (default $size .values.settings.tensor_parallel_size) -}}
-{{- if ne $given $size -}}
-{{- fail (printf "%s.settings.tensor_parallel_size: is %d, but %s.multiNode.size is %d: each pod has one rank" .component $given .component $size) -}}
+{{- if mod $given $size -}}
+{{- fail (printf "%s.settings.tensor_parallel_size: is %d, but %s.multiNode.size is %d: all pods have as many ranks" .component $given .component $size) -}}
 {{- end -}}
 {{- if .values.gpus -}}
 {{- fail (printf "%s.gpus: is %d, but ranks on several pods (%s.multiNode) compute on CPUs" .component (int .values.gpus) .component) -}}
 {{- end -}}
 num_hosts: {{ $size }}
-tensor_parallel_size: {{ $size }}
+tensor_parallel_size: {{ $given }}
 ranks_secret_file: /etc/baton-ranks/secret
 # Pods may wait for nodes and images.
 ranks_timeout: {{ default .values.startupTimeoutSeconds .values.settings.ranks_timeout }}

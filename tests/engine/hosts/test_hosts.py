@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as in to
 
 from common.config import WorkerSettings
 from common.errors import ConfigError, LostRankError, StartupError
-from common.model_files import model_identity
+from common.model_files import model_identity, open_model
 from common.types import SampledToken
 from common.version import VERSION
 from engine.blocks.host_tier import BlockCopy, BlockCopyKind
@@ -35,12 +36,16 @@ from engine.hosts.device import HostsDevice
 from engine.hosts.gathering import join
 from engine.hosts.group import HostGroup
 from engine.hosts.kv_messages import Open
+from engine.hosts.launch import settings_of_rank
 from engine.hosts.place import Place, host_index, place_of
 from engine.local.device import LocalDevice
+from engine.local.memory import weight_bytes
 from engine.step import Draw, StepInput, StepRow
 from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, TransferResult
 from kv_store.no_store import NoStore
-from tests.engine.tiny_models import BLOCK_SIZE, make_model
+from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, make_model
+from tests.integration.stack import descendants
+from tests.nixl import needs_nixl
 
 SECRET = b"a secret of some length"
 
@@ -71,23 +76,24 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def place(index: int, port: int, *, secret: bytes = SECRET, timeout_s: float = 60.0) -> Place:
-    return Place(num_hosts=2, index=index, host="127.0.0.1", port=port, timeout_s=timeout_s, secret=secret)
+def place(index: int, port: int, *, num_hosts: int = 2, secret: bytes = SECRET, timeout_s: float = 60.0) -> Place:
+    return Place(num_hosts=num_hosts, index=index, host="127.0.0.1", port=port, timeout_s=timeout_s, secret=secret)
 
 
-def rank_1(model: Path, port: int, settings: WorkerSettings) -> int:
-    here = place(1, port)
+def rank_at(here: Place, model: Path, settings: WorkerSettings) -> int:
     return member.serve(here, settings, model, join(here, model_identity(model), lambda _: None))
 
 
 @contextmanager
-def two_hosts(model: Path, **changes: object) -> Iterator[tuple[HostsDevice, Future[int]]]:
-    port, settings = free_port(), settings_of(**changes)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(rank_1, model, port, settings)
-        device = HostsDevice(model, settings, place(0, port))
+def on_hosts(model: Path, num_hosts: int, **changes: object) -> Iterator[tuple[HostsDevice, list[Future[int]]]]:
+    """The ranks of other hosts are threads."""
+    port, settings = free_port(), settings_of(num_hosts=num_hosts, tensor_parallel_size=num_hosts, **changes)
+    places = [place(index, port, num_hosts=num_hosts) for index in range(num_hosts)]
+    with ThreadPoolExecutor(num_hosts) as pool:
+        others = [pool.submit(rank_at, here, model, settings) for here in places[1:]]
+        device = HostsDevice(model, settings, places[0])
         try:
-            yield device, other
+            yield device, others
         finally:
             device.close()
 
@@ -116,10 +122,21 @@ def greedy(device: Device, num_tokens: int = 12, *, num_computed: int = 0) -> li
 def test_tokens_are_those_of_one_rank(model: Path) -> None:
     alone = settings_of(tensor_parallel_size=1, num_hosts=1)
     expected = greedy(LocalDevice(model, alone))
-    with two_hosts(model) as (device, other):
+    with on_hosts(model, 2) as (device, [other]):
         assert greedy(device) == expected
         assert (device.info.spec.num_kv_heads, device.info.spec.tp_size) == (2, 1)
     assert other.result(30) == 0, "the other rank ends with rank 0"
+
+
+def test_a_host_needs_memory_for_its_own_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less is left than all weights take, and than the caches of both hosts."""
+    available = weight_bytes(open_model(model), 4) - 1
+    spec = LocalDevice(model, settings_of(tensor_parallel_size=1, num_hosts=1)).info.spec
+    num_blocks = int(0.75 * available // (spec.block_bytes // 2))  # of a rank, which has half of each
+    monkeypatch.setattr("engine.local.memory.available_bytes", lambda: available)
+    monkeypatch.setattr("engine.local.memory._CPU_RESERVE_BYTES", 0)
+    with on_hosts(model, 2, num_blocks=num_blocks) as (device, _):
+        assert device.info.num_blocks == num_blocks
 
 
 class Moving:
@@ -154,13 +171,13 @@ def test_a_prompts_blocks_are_handed_over(model: Path, tmp_path: Path, hosts_han
     stored = {"connector": "shared_storage", "kv_dir": str(tmp_path)}
     alone = LocalDevice(model, settings_of(tensor_parallel_size=1, num_hosts=1))
     opening = Open(connector="shared_storage", store="", epoch="e", worker_id="w")
-    with two_hosts(model, **stored) as (hosts, _):
+    with on_hosts(model, 2, **stored) as (hosts, _):
         of_hosts, of_one = (create_connectors(settings_of(**stored), epoch="e", worker_id=name)[0] for name in "hw")
         joined, store = hosts.open_connectors(opening, of_hosts, None)
         assert store is None
-        on_hosts, on_one = Moving(hosts, joined), Moving(alone, of_one)
+        of_group, of_alone = Moving(hosts, joined), Moving(alone, of_one)
         first, last = (hosts, alone) if hosts_hand_over else (alone, hosts)
-        publishing, fetching = (on_hosts, on_one) if hosts_hand_over else (on_one, on_hosts)
+        publishing, fetching = (of_group, of_alone) if hosts_hand_over else (of_alone, of_group)
         expected = greedy(first)
         refs = publishing.publish_prompt()
         assert [ref.index for ref in refs] == [0, 1]
@@ -170,8 +187,50 @@ def test_a_prompts_blocks_are_handed_over(model: Path, tmp_path: Path, hosts_han
             one.close()
 
 
+@pytest.fixture(scope="module")
+def six_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks have three KV heads each, three ranks two."""
+    heads: dict[str, object] = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+    }
+    return make_model(tmp_path_factory.mktemp("models") / "of_six_heads", heads)
+
+
+def joined_nixl(hosts: HostsDevice, name: str) -> KVConnector:
+    own, _ = create_connectors(settings_of(connector="nixl"), epoch=name, worker_id=name)
+    joined, _ = hosts.open_connectors(Open(connector="nixl", store="", epoch=name, worker_id=name), own, None)
+    return joined
+
+
+@pytest.mark.slow
+@needs_nixl
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("num_first", "num_last"), [(2, 3), (3, 2), (3, 3)])
+def test_hosts_read_from_another_number_of_hosts(six_heads: Path, num_first: int, num_last: int) -> None:
+    """Rank by rank, each the heads that it has."""
+    alone = settings_of(tensor_parallel_size=1, num_hosts=1)
+    expected = greedy(LocalDevice(six_heads, alone))
+    with (
+        on_hosts(six_heads, num_first, connector="nixl") as (first, _),
+        on_hosts(six_heads, num_last, connector="nixl") as (last, _),
+    ):
+        producer, consumer = joined_nixl(first, "first"), joined_nixl(last, "last")
+        of_first, of_last = Moving(first, producer), Moving(last, consumer)
+        assert greedy(first) == expected
+        refs = of_first.publish_prompt()
+        assert len(refs) == 2
+        consumer.add_peer(producer.describe())
+        of_last.fetch(refs)
+        assert greedy(last, num_computed=2 * BLOCK_SIZE) == expected
+        for one in (consumer, producer):
+            one.close()
+
+
 def test_a_rank_with_another_connector_is_refused(model: Path, tmp_path: Path) -> None:
-    with two_hosts(model, connector="shared_storage", kv_dir=str(tmp_path)) as (hosts, _):
+    with on_hosts(model, 2, connector="shared_storage", kv_dir=str(tmp_path)) as (hosts, _):
         opening = Open(connector="nixl", store="", epoch="e", worker_id="w")
         with pytest.raises(StartupError, match=r"^rank 1: --connector: is shared_storage here, but nixl for rank 0$"):
             hosts.open_connectors(opening, NoStore(), None)
@@ -200,7 +259,7 @@ def test_each_rank_carries_out_the_copies_of_a_step(model: Path) -> None:
     """The prompt's blocks go to host memory, and from there to other blocks, which the next token reads."""
     tokens, likeliest = list(range(3, 40)), Draw(index=0, temperature=0.0)
     prompt = StepRow(token_ids=tokens, num_computed_tokens=0, block_ids=list(range(8)))
-    with two_hosts(model, host_cache_gb=0.001) as (device, _):
+    with on_hosts(model, 2, host_cache_gb=0.001) as (device, _):
         expected = greedy(device, 1)
         num_blocks = -(-len(tokens) // device.info.spec.block_size)
         device.execute([prompt])
@@ -253,16 +312,16 @@ def test_a_rank_that_is_late_is_not_lost(fails: bool, monkeypatch: pytest.Monkey
         assert group.all_gather(torch.ones(2)).shape == (4,)
 
 
-def handshake_of(*, secret: bytes = SECRET, rank: int = 1, num_hosts: int = 2, **more: str) -> tuple[str, str]:
+def handshake_of(*, model: str = "m", release: str = VERSION, **changes: Any) -> tuple[str, str]:
     """What rank 0, which has two hosts and the model `m`, and the other one make of it."""
-    model, release, purpose = more.get("model", "m"), more.get("release", VERSION), handshake.Purpose.STEPS
+    peer, purpose = replace(place(1, 1), **changes), handshake.Purpose.STEPS
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
-        ask = partial(handshake.ask, theirs, secret, rank, num_hosts, model, "run", purpose, release=release)
+        ask = partial(handshake.ask, theirs, peer, model, "run", purpose, release=release)
         asking = pool.submit(ask)
         said = ""
         try:
-            handshake.take(ours, SECRET, 2, "m")
+            handshake.take(ours, place(0, 1), "m")
         except handshake.RefusedError as refusal:
             said = str(refusal)
         error = asking.exception(30)
@@ -279,8 +338,9 @@ def test_a_peer_that_is_like_rank_0_is_taken() -> None:
         ({"secret": b"another secret that is long"}, "its secret is another one (--ranks-secret-file)"),
         ({"release": "0.0.1"}, f"it is of release 0.0.1, not {VERSION}"),
         ({"model": "n"}, "its model is n, not m (--model)"),
-        ({"rank": 2}, "rank 2 is none of the ranks 1 to 1 (--host-index)"),
+        ({"index": 2}, "rank 2 is none of the ranks 1 to 1 (--host-index)"),
         ({"num_hosts": 3}, "it was told of 3 hosts, not 2 (--num-hosts)"),
+        ({"ranks_per_host": 2}, "it was told of 4 ranks, not 2 (--tensor-parallel-size)"),
     ],
 )
 def test_a_peer_that_differs_is_told_why(changes: dict[str, Any], refusal: str) -> None:
@@ -349,7 +409,8 @@ def test_a_pod_knows_its_place(tmp_path: Path) -> None:
         ({}, {}, "--host-index: is needed"),
         ({"host_index": 2}, {}, "--host-index: is 2, but --num-hosts is 2"),
         ({"host_index": 1, "num_hosts": 1}, {}, "--host-index: is 1, but --num-hosts is 1"),
-        ({"host_index": 1, "tensor_parallel_size": 4}, {}, "--num-hosts: is 2, but --tensor-parallel-size is 4"),
+        ({"host_index": 1, "tensor_parallel_size": 3}, {}, "--num-hosts: is 2, but --tensor-parallel-size is 3"),
+        ({"host_index": 1, "tensor_parallel_size": 1}, {}, "--num-hosts: is 2, but --tensor-parallel-size is 1"),
         ({"host_index": 1, "pipeline_parallel_size": 2}, {}, "--num-hosts: does not go with --pipeline-parallel-size"),
         ({"host_index": 1, "data_parallel_size": 2}, {}, "--num-hosts: does not go with --data-parallel-size"),
         ({"host_index": 1}, {"LWS_GROUP_SIZE": "3"}, "--num-hosts: is 2, but the group has 3 pods"),
@@ -360,6 +421,26 @@ def test_a_pod_knows_its_place(tmp_path: Path) -> None:
 def test_what_is_missing_is_named(changes: dict[str, object], environ: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^{words}"):
         place_of(settings_of(**changes), environ)
+
+
+def test_ranks_of_a_host_are_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(SECRET)
+    settings = settings_of(
+        tensor_parallel_size=6,
+        ranks_address="0.0.0.0:7",
+        ranks_secret_file=str(tmp_path / "secret"),
+        num_threads=9,
+        cpu_cores=(0, 1, 2, 3, 4, 5),
+    )
+    places = [place_of(settings.model_copy(update={"host_index": index}), {}) for index in range(2)]
+    ranks = [here.of_rank(number) for here in places for number in range(3)]
+    assert [rank.rank for rank in ranks] == list(range(6))
+    assert {rank.num_ranks for rank in ranks} == {6}
+    assert places[0].host == "0.0.0.0"
+    assert ranks[1].host == "127.0.0.1", "a rank of host 0 goes where it can connect to"
+    shares = [settings_of_rank(settings, rank) for rank in ranks[3:]]
+    assert [share.num_threads for share in shares] == [3, 3, 3]
+    assert [share.cpu_cores for share in shares] == [(0, 1), (2, 3), (4, 5)]
 
 
 RANK_0 = """
@@ -432,3 +513,72 @@ def test_a_rank_ends_with_rank_0(model: Path, meeting: WorkerSettings, is_killed
             rank_0.stdin.write(b"\n")
             rank_0.stdin.close()
         assert rank_1.wait(30) == code
+
+
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts, whose heads four ranks can share."""
+    changes = {**FAMILIES["mixtral"], "sliding_window": None, "num_key_value_heads": 4}
+    return make_model(tmp_path_factory.mktemp("models") / "of_four_ranks", changes)
+
+
+@contextmanager
+def two_hosts_of_two(model: Path, meeting: WorkerSettings, **changes: object) -> Iterator[HostsDevice]:
+    """Host 0 is this process and one that it starts; host 1 is two processes."""
+    settings = meeting.model_copy(update={"tensor_parallel_size": 4, **changes})
+    with rank_process(RANK_1, model, settings, 1) as host_1:
+        device = HostsDevice(model, settings.model_copy(update={"host_index": 0}))
+        try:
+            yield device
+        finally:
+            device.close()
+        assert host_1.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("expert_parallel_size", [1, 4])
+def test_two_ranks_on_each_of_two_hosts(
+    four_heads: Path, meeting: WorkerSettings, tmp_path: Path, expert_parallel_size: int
+) -> None:
+    """The tokens of one rank; and KV that comes from one rank, and goes to it."""
+    stored = {"connector": "shared_storage", "kv_dir": str(tmp_path)}
+    alone = LocalDevice(four_heads, settings_of(tensor_parallel_size=1, num_hosts=1))
+    expected = greedy(alone)
+    changes = {**stored, "expert_parallel_size": expert_parallel_size}
+    with two_hosts_of_two(four_heads, meeting, **changes) as hosts:
+        assert [plane.spec.tp_rank for plane in hosts.planes()] == [0, 1, 2, 3]
+        of_hosts, of_one = (create_connectors(settings_of(**stored), epoch="e", worker_id=name)[0] for name in "hw")
+        joined, _ = hosts.open_connectors(
+            Open(connector="shared_storage", store="", epoch="e", worker_id="h"), of_hosts, None
+        )
+        of_group, of_alone = Moving(hosts, joined), Moving(alone, of_one)
+        of_group.fetch(of_alone.publish_prompt())
+        assert greedy(hosts, num_computed=2 * BLOCK_SIZE) == expected
+        assert greedy(hosts) == expected
+        for one in (joined, of_one):
+            one.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_further_rank_that_is_lost_ends_the_device(four_heads: Path, meeting: WorkerSettings) -> None:
+    """Its host goes with it."""
+    settings = meeting.model_copy(update={"tensor_parallel_size": 4})
+    with rank_process(RANK_1, four_heads, settings, 1) as host_1:
+        device = HostsDevice(four_heads, settings.model_copy(update={"host_index": 0}))
+        greedy(device, 2)
+        [further] = descendants(host_1.pid)
+        os.kill(further, signal.SIGKILL)
+        with pytest.raises(LostRankError, match=r"^rank [23] .*has ended"):
+            compute_until(device, time.monotonic() + 60)
+        device.close()
+        assert host_1.wait(60) == 1
+
+
+def test_a_further_rank_that_cannot_start_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    settings = settings_of(tensor_parallel_size=4)
+    here = replace(place(0, free_port()), ranks_per_host=2)
+    with pytest.raises(StartupError, match=r"^rank 1 \(a process of this host\) has ended with code 1: "):
+        HostsDevice(model, settings, here)

@@ -105,6 +105,10 @@ class CountingGroup:
         return self.group.size
 
     @property
+    def num_here(self) -> int:
+        return self.group.num_here
+
+    @property
     def over_network(self) -> bool:
         return self.group.over_network
 
@@ -131,6 +135,7 @@ class Nobody:
 
     rank: int
     size: int
+    num_here: int = 1
     over_network: bool = False
 
     def all_reduce(self, values: torch.Tensor) -> None:
