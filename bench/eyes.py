@@ -99,13 +99,13 @@ def blind() -> None:
     from prometheus_client import Counter, Gauge, Histogram
 
     from router.running.decisions import Decisions
-    from router.running.finished import Finished
+    from router.running.known_requests import KnownRequests
 
     places: Sequence[tuple[type, tuple[str, ...]]] = (
         (Counter, ("inc",)),
         (Gauge, ("inc", "dec", "set")),
         (Histogram, ("observe",)),
-        (Finished, ("add",)),
+        (KnownRequests, ("began", "left", "ended")),
         (Decisions, ("add",)),
     )
     for place, names in places:

@@ -87,8 +87,7 @@ def make_gateway(
 def _endings(settings: RouterSettings, process: RouterProcess, traces: Traces | None) -> Endings:
     slow_ms = settings.slow_request_ms
     return Endings(
-        process.finished,
-        process.in_flight,
+        process.requests,
         slow_s=None if slow_ms is None else slow_ms / 1000,
         slow_factor=settings.slow_target_factor,
         spans=traces,

@@ -20,7 +20,7 @@ from router.api.audit_log import audited, note
 from router.api.worker_views import WorkerView, WorkerViews
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
-from router.running.finished import MAX_FINISHED
+from router.running.known_requests import MAX_FINISHED
 
 STATUS_TIMEOUT_S = 2.0
 DEFAULT_REQUESTS = 50

@@ -91,4 +91,4 @@ class RouterOrders:
         return self._state()
 
     def _aborted(self, _limit: int, _tenant: str | None, request_id: str) -> list[Aborted]:
-        return [Aborted(self._process.in_flight.abort(request_id, ABORT_REASON))]
+        return [Aborted(self._process.requests.abort(request_id, ABORT_REASON))]

@@ -98,7 +98,7 @@ class Member(RouterProcess):
         )
         self.queue = self.remote_queue
         self.answers(self.decisions.query)
-        self.answers(self.finished.query)
+        self.answers(self.requests.query)
 
     @property
     def link(self) -> Link:

@@ -19,8 +19,7 @@ from router.limits.ledger import Ledger, LocalLedger
 from router.limits.request_queue import Places, RequestQueue
 from router.processes.process_query import ProcessQuery, T
 from router.running.decisions import Decisions
-from router.running.finished import Finished
-from router.running.in_flight import InFlight
+from router.running.known_requests import KnownRequests
 
 
 class RouterProcess:
@@ -39,8 +38,7 @@ class RouterProcess:
         self.ledger: Ledger = LocalLedger()
         self.demand = Demand()
         self.decisions = Decisions()
-        self.finished = Finished()
-        self.in_flight = InFlight()
+        self.requests = KnownRequests()
         self.queue: Places = RequestQueue(
             settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
         )

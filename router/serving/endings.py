@@ -17,10 +17,10 @@ from common.tracing import Span, SpanSink, Traced
 from common.types import FinishReason
 from router.limits.targets import NO_SLO
 from router.running.embedding import EmbedRequest
-from router.running.finished import Ending, Finished, in_words, stages
-from router.running.in_flight import InFlight
+from router.running.known_requests import Ending, KnownRequests
 from router.running.request import AnyRequest, GenerationRequest, Progress
 from router.running.slo import count_outcome, exceeds, facts_of, note_outcome
+from router.running.timeline import in_words, stages
 from router.serving.request_spans import embedding_spans, request_spans
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,7 @@ class Endings:
 
     def __init__(
         self,
-        finished: Finished | None = None,
-        in_flight: InFlight | None = None,
+        requests: KnownRequests | None = None,
         *,
         slow_s: float | None = None,
         slow_factor: float | None = None,
@@ -42,8 +41,7 @@ class Endings:
         """`slow_s`: a request that takes longer has its timeline in the log; None: none has. `slow_factor`: so has one
         that takes longer than so many times one of its latency targets. `spans` takes those of
         requests that are traced, `with_content` with prompts and answers."""
-        self._finished = finished or Finished()
-        self.in_flight = in_flight or InFlight()
+        self.requests = requests or KnownRequests()
         self._slow_s = slow_s
         self._slow_factor = slow_factor
         self._spans = spans
@@ -74,10 +72,9 @@ class Endings:
     def _told(self, how: str, request: AnyRequest, progress: Progress, ending: Ending) -> None:
         progress.has_ended = True
         _ended(ending.finish_reason or ending.status).inc()
-        self.in_flight.ended(progress)
         if progress.report.HasField("slo"):
             count_outcome(progress, ending.status)
-        self._finished.add(request, progress, ending)
+        self.requests.ended(request, progress, ending)
         now = time.monotonic()
         if request.traced is not None and self._spans is not None:
             self._spans.export(_spans(request.traced, request, progress, ending, now))
@@ -109,7 +106,7 @@ class _Watching:
         self._num_cancels: int | None = None  # of the task, before this cancelled it
 
     def __enter__(self) -> None:
-        self._endings.in_flight.began(self._request, self._progress, self)
+        self._endings.requests.began(self._request, self._progress, self)
 
     def abort(self, reason: str) -> bool:
         """See `Abortable`. What the request waits for is cancelled; while its reader has a piece of its answer, it ends
@@ -136,7 +133,7 @@ class _Watching:
         if self._progress.has_ended:
             return
         if error is None:  # its reader left before the end
-            self._endings.in_flight.ended(self._progress)
+            self._endings.requests.left(self._progress)
             return
         if isinstance(error, BatonError):
             ending = Ending(error.grpc_code.lower(), error.message)

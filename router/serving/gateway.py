@@ -45,5 +45,5 @@ class Gateway:
     async def latest_requests(self, limit: int, tenant: str | None, request_id: str = "") -> list[FinishedRequest]:
         """Those that ended, the latest first; with `tenant` only those of its requests, with
         `request_id` only those of that id."""
-        told = await self.process.ask(self.process.finished.query, limit, tenant, request_id)
+        told = await self.process.ask(self.process.requests.query, limit, tenant, request_id)
         return sorted(told, key=lambda request: request.time + request.total_ms / 1000, reverse=True)[:limit]

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 
 from common.tracing import RequestSpans, Span, SpanKind, TraceContext, Traced, Value
-from router.running.finished import Ending
+from router.running.known_requests import Ending
 from router.running.request import AnyRequest, Attempt, GenerationRequest, Progress
 from router.running.slo import facts_of
 

@@ -21,8 +21,9 @@ from protos.baton.v1 import inference_pb2, router_pb2, types_pb2
 from router.api.fleet_service import MESSAGES_AT_ONCE, FleetService
 from router.api.worker_views import WorkerViews
 from router.fleet.registry import Registry
-from router.running.finished import MAX_FINISHED, MAX_REASON_CHARS, TOLD_AT_ONCE, Ending, Finished, stages
+from router.running.known_requests import MAX_FINISHED, MAX_REASON_CHARS, TOLD_AT_ONCE, Ending, KnownRequests
 from router.running.request import Attempt, Progress
+from router.running.timeline import stages
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.test_answer import requests
 from tests.support.fake_worker import ANSWER, FakeWorker
@@ -107,19 +108,19 @@ def test_what_workers_say_never_exceeds_the_request() -> None:
 
 
 def test_the_ring_is_bounded_and_tells_the_newest_first() -> None:
-    finished, (request,) = Finished(lambda: request.arrived_at + 1.0, lambda: 1000.0), requests(1)
+    known, (request,) = KnownRequests(lambda: request.arrived_at + 1.0, lambda: 1000.0), requests(1)
     for number in range(MAX_FINISHED + 3):
-        finished.add(request, Progress(num_output_tokens=number), Ending("ok"))
-    told = finished.latest(2 * MAX_FINISHED)
+        known.ended(request, Progress(num_output_tokens=number), Ending("ok"))
+    told = known.finished(2 * MAX_FINISHED)
     assert [one.output_tokens for one in told] == [*range(MAX_FINISHED + 2, 2, -1)]
     assert (told[0].time, told[0].total_ms) == (999.0, 1000.0)
-    assert finished.latest(1)[0] is told[0], "it is made once"
-    assert finished.latest(5, "another tenant") == []
-    assert finished.latest(5, None, "another id") == []
-    assert len(finished.latest(5, request.client.tenant, request.request_id)) == 5
+    assert known.finished(1)[0] is told[0], "it is made once"
+    assert known.finished(5, "another tenant") == []
+    assert known.finished(5, None, "another id") == []
+    assert len(known.finished(5, request.client.tenant, request.request_id)) == 5
     attempt = Attempt("new", "w:1", 10.0, failure="y" * 10**5)
-    finished.add(request, Progress(attempts=[attempt]), Ending("unavailable", "x" * 10**5))
-    (long,) = finished.latest(1)
+    known.ended(request, Progress(attempts=[attempt]), Ending("unavailable", "x" * 10**5))
+    (long,) = known.finished(1)
     assert (len(long.reason), len(long.attempts[0].failure)) == (MAX_REASON_CHARS, MAX_REASON_CHARS)
 
 
@@ -140,14 +141,14 @@ async def turns_of_others(work: Awaitable[object]) -> int:
 
 
 async def test_the_event_loop_is_not_held_by_who_asks_for_many() -> None:
-    finished, (request,) = Finished(), requests(1)
+    known, (request,) = KnownRequests(), requests(1)
     for _ in range(100):
-        finished.add(request, Progress(), Ending("ok"))
-    assert await turns_of_others(finished.query.told(100, None, "")) >= 100 // TOLD_AT_ONCE
-    assert await turns_of_others(finished.query.told(100, None, "")) <= 1, "what was made is kept"
+        known.ended(request, Progress(), Ending("ok"))
+    assert await turns_of_others(known.query.told(100, None, "")) >= 100 // TOLD_AT_ONCE
+    assert await turns_of_others(known.query.told(100, None, "")) <= 1, "what was made is kept"
 
     async def latest(limit: int, _tenant: str | None, _request_id: str) -> list[FinishedRequest]:
-        return finished.latest(limit)
+        return known.finished(limit)
 
     service = FleetService(cast("Registry", None), cast("WorkerViews", None), latest)
     asked = router_pb2.GetRequestsRequest(limit=100)

@@ -30,7 +30,7 @@ from router.api.rest.openai.stored_responses import StoredResponses
 from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
 from router.api.ui.live import Live
 from router.running.decisions import MAX_DECISIONS
-from router.running.finished import MAX_FINISHED
+from router.running.known_requests import MAX_FINISHED
 from router.serving.gateway import Gateway
 
 BODIES: tuple[type[Body], ...] = (

@@ -17,7 +17,7 @@ from router.api.rest.http.errors import json_response
 from router.api.rest.metrics_page import MetricsPage, cache_facts
 from router.fleet.served_model import ServedModel
 from router.running.decisions import MAX_DECISIONS
-from router.running.finished import MAX_FINISHED
+from router.running.known_requests import MAX_FINISHED
 from router.serving.gateway import Gateway
 
 DEFAULT_LATEST = 50  # at /decisions and /requests

@@ -32,8 +32,7 @@ from router.api.worker_views import WorkerViews
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.processes.process_query import ProcessQuery
-from router.running.finished import Pace
-from router.running.in_flight import RunningRequest
+from router.running.known_requests import Pace, RunningRequest
 from router.serving.gateway import Gateway
 
 log = logging.getLogger(__name__)
@@ -266,9 +265,9 @@ class Live:
 
     def _own_share(self, *_: object) -> list[ProcessShare]:
         process, num_queued = self._gateway.process, self._gateway.admission.num_queued
-        found = process.decisions.handoffs(HANDOFFS_S) + process.in_flight.handoffs(HANDOFFS_S)
+        found = process.decisions.handoffs(HANDOFFS_S) + process.requests.handoffs(HANDOFFS_S)
         handoffs = [(*pair, number) for pair, number in found.items()]
-        paces, running = process.finished.paces(PACES_S), process.in_flight.latest(MAX_RUNNING)
+        paces, running = process.requests.paces(PACES_S), process.requests.running(MAX_RUNNING)
         return [ProcessShare(num_queued, _num_failed(), handoffs, paces, running)]
 
 

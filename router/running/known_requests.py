@@ -1,22 +1,46 @@
-"""The last requests that ended, and what took their time, for people and pages that ask (`/requests`)."""
+"""The requests of one router process, for people and pages that ask: those that have not ended (`/ui`), and the last
+that ended (`/requests`)."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from common.finished_request import FinishedAttempt, FinishedRequest, Stage
+from common.finished_request import FinishedAttempt, FinishedRequest
 from router.processes.process_query import ProcessQuery
 from router.running.request import AnyRequest, Progress
+from router.running.timeline import ms, stages
 
 MAX_FINISHED = 512  # kept
 TOLD_AT_ONCE = 16  # what is told of one takes some 60 us to make
 MAX_REASON_CHARS = 500  # a reason may name each worker of a fleet
-ROUTER = "router"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunningRequest:
+    """Fields are named as those of `FinishedRequest`."""
+
+    request_id: str
+    time: float  # when it came, in seconds since 1970
+    client: str  # name of the API key
+    model: str
+    phase: str  # "queued" in the router, "prefill" until its first token, "decode"
+    prompt_tokens: int
+    output_tokens: int  # so far
+    prefill_worker: str  # that was chosen for the prompt; empty if the decode worker computes it
+    decode_worker: str  # empty while it is queued
+    ttft_ms: float | None
+    total_ms: float  # so far
+
+
+class Abortable(Protocol):
+    def abort(self, reason: str) -> bool:
+        """Ends the request. Returns False if it has ended already."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,19 +79,30 @@ class _Kept:
     told: FinishedRequest | None = None  # made once, for the first who asks
 
 
-class Finished:
-    """A ring of requests. What is told of each is made when somebody first asks, and kept."""
+class KnownRequests:
+    """Those that run, and a ring of those that ended. What is told of the latter is made when somebody first asks, and
+    kept."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
     ) -> None:
-        self.query = ProcessQuery("requests", FinishedRequest, self.latest, self.prepare)
+        self.query = ProcessQuery("requests", FinishedRequest, self.finished, self.prepare)
         self._clock = clock
         self._wall_clock = wall_clock
+        # Clients may choose equal request ids.
+        self._running: dict[int, tuple[AnyRequest, Progress, Abortable]] = {}
         self._kept: deque[_Kept] = deque(maxlen=MAX_FINISHED)
 
-    def add(self, request: AnyRequest, progress: Progress, ending: Ending) -> None:
+    def began(self, request: AnyRequest, progress: Progress, work: Abortable) -> None:
+        self._running[id(progress)] = request, progress, work
+
+    def left(self, progress: Progress) -> None:
+        """The request runs no longer, and nothing is told of its end."""
+        self._running.pop(id(progress), None)
+
+    def ended(self, request: AnyRequest, progress: Progress, ending: Ending) -> None:
         """Nobody changes `progress` any more."""
+        self._running.pop(id(progress), None)
         now = self._clock()
         self._kept.append(
             _Kept(
@@ -86,16 +121,40 @@ class Finished:
             )
         )
 
+    def abort(self, request_id: str, reason: str) -> int:
+        """Ends the requests of this id. Returns how many there were."""
+        found = [work for request, _, work in self._running.values() if request.request_id == request_id]
+        return sum([work.abort(reason) for work in found])
+
+    def running(self, limit: int) -> list[RunningRequest]:
+        """Those that have not ended, the newest first."""
+        now, wall_now = self._clock(), self._wall_clock()
+        found = itertools.islice(reversed(self._running.values()), limit)
+        return [_described_running(request, progress, now, wall_now) for request, progress, _ in found]
+
+    def handoffs(self, older_s: float) -> Counter[tuple[str, str]]:
+        """How many requests wait for their first token from a prefill worker for more than `older_s` seconds, by the
+        addresses of that worker and of the decode worker."""
+        before, found = self._clock() - older_s, Counter[tuple[str, str]]()
+        for _request, progress, _work in self._running.values():
+            if not progress.attempts:
+                continue
+            last = progress.attempts[-1]
+            if last.prefill_worker and last.first_token_at is None and last.started_at < before:
+                found[last.prefill_worker, last.decode_worker] += 1
+        return found
+
     async def prepare(self, limit: int, tenant: str | None = None, request_id: str = "") -> None:
-        """Makes what `latest` is about to tell, some at a time: meanwhile others have their turn."""
+        """Makes what `finished` is about to tell, some at a time: meanwhile others have their turn."""
         untold = [kept for kept in self._latest(limit, tenant, request_id) if kept.told is None]
         for number, kept in enumerate(untold, start=1):
             _told(kept)
             if number % TOLD_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    def latest(self, limit: int, tenant: str | None = None, request_id: str = "") -> list[FinishedRequest]:
-        """The newest first; with `tenant` only those of its requests, with `request_id` only those of that id."""
+    def finished(self, limit: int, tenant: str | None = None, request_id: str = "") -> list[FinishedRequest]:
+        """Those that ended, the latest first; with `tenant` only those of its requests, with `request_id` only those of
+        that id."""
         return [_told(kept) for kept in self._latest(limit, tenant, request_id)]
 
     def _latest(self, limit: int, tenant: str | None, request_id: str) -> list[_Kept]:
@@ -116,6 +175,23 @@ class Finished:
             if kept.ending.status == "ok" and first is not None and not kept.progress.num_pauses:
                 found.append(Pace(1000 * (first - kept.arrived_at), kept.progress.tpot_ms))
         return found
+
+
+def _described_running(request: AnyRequest, progress: Progress, now: float, wall_now: float) -> RunningRequest:
+    last, first_at = progress.attempts[-1] if progress.attempts else None, progress.first_token_at
+    return RunningRequest(
+        request_id=request.request_id,
+        time=wall_now - (now - request.arrived_at),
+        client=request.client.name,
+        model=request.model.limits.model,
+        phase="queued" if last is None else "prefill" if first_at is None else "decode",
+        prompt_tokens=request.num_prompt_tokens,
+        output_tokens=progress.num_output_tokens,
+        prefill_worker="" if last is None else last.prefill_worker,
+        decode_worker="" if last is None else last.decode_worker,
+        ttft_ms=None if first_at is None else round(1000 * (first_at - request.arrived_at), 1),
+        total_ms=round(1000 * (now - request.arrived_at), 1),
+    )
 
 
 def _told(kept: _Kept) -> FinishedRequest:
@@ -143,9 +219,9 @@ def _described(kept: _Kept) -> FinishedRequest:
         output_tokens=progress.usage.completion_tokens or progress.num_output_tokens,
         decode_worker=report.decode_worker,
         prefill_worker=report.prefill_worker,
-        ttft_ms=None if first_token_at is None else _ms(first_token_at - arrived_at),
-        total_ms=_ms(kept.ended_at - arrived_at),
-        router_queue_ms=_ms(progress.queue_s),
+        ttft_ms=None if first_token_at is None else ms(first_token_at - arrived_at),
+        total_ms=ms(kept.ended_at - arrived_at),
+        router_queue_ms=ms(progress.queue_s),
         queue_ms=round(timings.queue_ms, 3),
         prefill_queue_ms=round(timings.prefill_queue_ms, 3),
         prefill_ms=round(timings.prefill_ms, 3),
@@ -176,89 +252,12 @@ def _described(kept: _Kept) -> FinishedRequest:
             FinishedAttempt(
                 cause=attempt.cause,
                 decode_worker=attempt.decode_worker,
-                start_ms=_ms(attempt.started_at - arrived_at),
-                end_ms=_ms((attempt.ended_at or kept.ended_at) - arrived_at),
-                first_token_ms=None if attempt.first_token_at is None else _ms(attempt.first_token_at - arrived_at),
+                start_ms=ms(attempt.started_at - arrived_at),
+                end_ms=ms((attempt.ended_at or kept.ended_at) - arrived_at),
+                first_token_ms=None if attempt.first_token_at is None else ms(attempt.first_token_at - arrived_at),
                 failure=attempt.failure[:MAX_REASON_CHARS],
             )
             for attempt in progress.attempts
         ),
         stages=stages(progress, arrived_at, kept.ended_at),
     )
-
-
-def stages(progress: Progress, arrived_at: float, ended_at: float) -> tuple[Stage, ...]:
-    """The stages of a request that ended, in order; those that took no time are left out. `arrived_at` and `ended_at`
-    are seconds of the monotonic clock."""
-    return tuple(
-        Stage(name=name, where=where, start_ms=_ms(start - arrived_at), end_ms=_ms(end - arrived_at))
-        for name, where, start, end in _stretches(progress, arrived_at, ended_at)
-        if end > start
-    )
-
-
-_Stretch = tuple[str, str, float, float]
-
-
-def _stretches(progress: Progress, arrived_at: float, ended_at: float) -> Iterator[_Stretch]:
-    queued_at = ended_at if progress.queued_at is None else progress.queued_at
-    turn_at = ended_at if progress.turn_at is None else progress.turn_at
-    yield "prepare", ROUTER, arrived_at, queued_at
-    yield "router queue", ROUTER, queued_at, turn_at
-    if progress.num_inputs:
-        for attempt in progress.attempts:
-            name = "failed attempt" if attempt.failure else "embed"
-            yield name, attempt.decode_worker, attempt.started_at, attempt.ended_at or ended_at
-        return
-    free_at = turn_at
-    for attempt in progress.attempts:
-        yield "route", ROUTER, free_at, attempt.started_at
-        if attempt.ended_at is not None:
-            yield "failed attempt", attempt.decode_worker, attempt.started_at, attempt.ended_at
-            free_at = attempt.ended_at
-    if not progress.attempts or progress.attempts[-1].ended_at is not None:
-        yield "route", ROUTER, free_at, ended_at
-        return
-    yield from _on_workers(progress, progress.attempts[-1].started_at, ended_at)
-
-
-def _on_workers(progress: Progress, started_at: float, ended_at: float) -> Iterator[_Stretch]:
-    """Stages of the last attempt, by the report of its decode worker."""
-    report, timings, first = progress.report, progress.report.timings, progress.attempts[-1].first_token_at
-    decode, prefill = report.decode_worker, report.prefill_worker or report.decode_worker
-    before = [
-        ("queue", decode, timings.queue_ms - timings.prefill_queue_ms),
-        ("prefill queue", prefill, timings.prefill_queue_ms),
-        ("prefill", prefill, timings.prefill_ms),
-    ]
-    handoff, after = ("handoff", decode, timings.handoff_ms), [("first decode", decode, timings.first_decode_ms)]
-    if report.num_tail_tokens:  # the handoff comes before the first token
-        before += [handoff, ("tail", decode, timings.tail_ms)]
-    else:
-        after.insert(0, handoff)
-    end = ended_at if first is None else first
-    at = started_at
-    for name, where, took_ms in before:
-        until = min(at + max(took_ms, 0.0) / 1000, end)
-        yield name, where, at, until
-        at = until
-    if first is None:
-        yield "no token yet", decode, at, ended_at
-        return
-    yield "to the router", ROUTER, at, first
-    last = ended_at if progress.last_token_at is None else progress.last_token_at
-    at = first
-    for name, where, took_ms in after:
-        until = min(at + took_ms / 1000, last)
-        yield name, where, at, until
-        at = until
-    yield "decode", decode, at, last
-
-
-def in_words(found: tuple[Stage, ...]) -> str:
-    """The timeline in one line, for the log."""
-    return ", ".join(f"{one.name} {one.end_ms - one.start_ms:.1f} ms ({one.where})" for one in found)
-
-
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 3)
