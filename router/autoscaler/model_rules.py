@@ -5,7 +5,7 @@
     queue, requests ────────────────> what is already there ──────────┘
 
 Two loops: the forecast alone is a floor, and what is queued and running now may ask for more. A number is good if few
-enough requests are late after `HORIZON` times the start of a worker, which is when the next decision can help.
+enough requests are late while a worker starts: after that the next decision can help.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.autoscaler.late_shares import DecodeBatch, PrefillQueue
 from router.autoscaler.rules import Needs, PrefillPace, Rules, RunningRatio
 from router.autoscaler.signals import FleetSignals, Need, WorkerTime
 
-HORIZON = 1.5
+PLENTY = 0.5  # of the share that may be late: workers beyond those that keep it to that need not stay
 OTHER_SPLITS = 3  # decode workers more than the fewest, that might save more prefill workers
 WARM_UP_S = 60.0
 ANSWER_MEMORY_S = 300.0
@@ -129,34 +129,41 @@ class ModelRules:
         queue = PrefillQueue(tokens, self._prompts.squared_variation, prompts[0], rate, goal.ttft_s)
         batch = self._batch(requests, prompts[0], answer_tokens)
 
-        late = 1 - goal.share
         running = 0.0 if self._running is None else self._running[1]
         by_load = max(running / batch.most, signals.decode.kv_used / goal.kv_usage)
-        before = self._numbers
-        floor = _least(batch.late, late, before[1])
-        fewest = max(floor, math.ceil(by_load - 1e-9))
         late_prefill = cache(partial(self._late, queue, signals))
-        best: tuple[int, int] | None = None
+        least = self._least_workers(late_prefill, batch, by_load, 1 - goal.share)
+        plenty = self._least_workers(late_prefill, batch, by_load, PLENTY * (1 - goal.share))
+        self._numbers = least.prefill, least.floor
+        return Needs(
+            Need(least.prefill, self._prefill_reason(queue, signals, least.prefill), exact=True, plenty=plenty.prefill),
+            Need(
+                least.decode,
+                _decode_reason(batch, by_load, least.floor, least.decode),
+                exact=True,
+                plenty=plenty.decode,
+            ),
+        )
+
+    def _least_workers(
+        self, late_prefill: Callable[[int], float], batch: DecodeBatch, by_load: float, late: float
+    ) -> _Workers:
+        """Of both roles together, with which at most a share of `late` misses one of its targets."""
+        floor = _least(batch.late, late, self._numbers[1])
+        fewest = max(floor, math.ceil(by_load - 1e-9))
+        found: list[_Workers] = []
         for decode in range(fewest, fewest + OTHER_SPLITS + 1):
             # Both targets are to be kept: prefill may be late for what decode leaves.
-            left = 1 - goal.share / (1 - min(batch.late(decode), late))
-            prefill = _least(late_prefill, left, before[0])
-            if best is None or prefill + decode < sum(best):
-                best = prefill, decode
-        if best is None:
-            return None
-        self._numbers = best[0], floor
-        return Needs(
-            Need(best[0], self._prefill_reason(queue, signals, best[0]), exact=True),
-            Need(best[1], _decode_reason(batch, by_load, floor, best[1]), exact=True),
-        )
+            left = 1 - (1 - late) / (1 - min(batch.late(decode), late))
+            found.append(_Workers(_least(late_prefill, left, self._numbers[0]), decode, floor))
+        return min(found, key=lambda one: one.prefill + one.decode)
 
     def _late(self, queue: PrefillQueue, signals: FleetSignals, num: int) -> float:
         """Of prompts, with what is queued now: before a worker more than now serves, the queue has grown or shrunk."""
         queued, ready = float(signals.prefill.queued_tokens), max(signals.prefill.num_ready, 1)
         if num > ready:
             queued = max(0.0, queued + (queue.tokens.rate - ready * queue.rate) * self._goal.startup_s)
-        return queue.late(num, queued_tokens=queued, seconds=self._goal.startup_s * HORIZON)
+        return queue.late(num, queued_tokens=queued, seconds=self._goal.startup_s)
 
     def _batch(self, requests: Expected, prompt_tokens: float, answer_tokens: float) -> DecodeBatch:
         times, context = self._decode_times, prompt_tokens + answer_tokens / 2
@@ -187,6 +194,13 @@ class ModelRules:
             f"{queue.tokens.rate:.0f} prompt tokens/s in {self._goal.startup_s:g} s{queued}, {queue.rate:.0f} per "
             f"worker: {late:.1%} later than {queue.ttft_s:g} s"
         )
+
+
+@dataclass(slots=True, frozen=True)
+class _Workers:
+    prefill: int
+    decode: int
+    floor: int  # decode workers by the forecast alone
 
 
 class _AnswerLength:

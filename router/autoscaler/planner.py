@@ -3,7 +3,8 @@
     signals ── rules ──> need ── tolerance ──> rounded ── min, max, zero ──> wanted ── windows ──> desired
 
 The windows work as those of a HorizontalPodAutoscaler: replicas go up to what was wanted all through the last
-`scale_up_delay_s`, and down to the most that was wanted within the last `scale_down_delay_s`.
+`scale_up_delay_s`, and down to the most that was wanted within the last `scale_down_delay_s`. If rules say how many
+workers are plenty, those beyond the most of that within `PLENTY_S` go at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from common.types import WorkerRole
 from router.autoscaler.rules import Needs, Rules
 from router.autoscaler.signals import ROLES, FleetSignals, Need, ScaleDecision
 
+PLENTY_S = 5.0
 _EPSILON = 1e-9  # 3.0000000001 workers are 3
 
 
@@ -45,7 +47,8 @@ class PlannerOptions:
 @dataclass(slots=True)
 class _Role:
     desired: int
-    wanted: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many; oldest first
+    # When, how many were wanted, and how many were plenty; oldest first.
+    wanted: deque[tuple[float, int, float]] = field(default_factory=deque)
 
 
 class Planner:
@@ -59,7 +62,7 @@ class Planner:
 
     def adopt(self, now: float, role: WorkerRole, replicas: int) -> None:
         """Takes `replicas` as what is desired so far: what the cluster has, at start or after somebody changed it."""
-        self._roles[role] = _Role(replicas, deque([(now, replicas)]))
+        self._roles[role] = _Role(replicas, deque([(now, replicas, math.inf)]))
 
     def step(self, now: float, signals: FleetSignals) -> Mapping[WorkerRole, ScaleDecision]:
         """Decides anew. `now` in seconds, never decreasing. Roles that were not adopted start from what is there."""
@@ -97,7 +100,10 @@ class Planner:
 
         if previous == 0 and wanted > 0:
             state.wanted.clear()  # somebody waits for the first worker
-        state.wanted.append((now, wanted))
+        plenty = math.inf if need.plenty is None or need.unknown else math.ceil(need.plenty - _EPSILON)
+        if hold_down:
+            plenty = max(plenty, previous)
+        state.wanted.append((now, wanted, max(plenty, wanted)))
         state.desired = self._stabilized(now, state, reasons)
         return ScaleDecision(
             role=role, desired=state.desired, previous=previous, needed=need.workers, reasons=tuple(reasons)
@@ -137,11 +143,15 @@ class Planner:
         longest = max(options.scale_up_delay_s, options.scale_down_delay_s)
         while state.wanted and state.wanted[0][0] < now - longest:
             state.wanted.popleft()
-        up = min(wanted for at, wanted in state.wanted if at >= now - options.scale_up_delay_s)
-        down = max(wanted for at, wanted in state.wanted if at >= now - options.scale_down_delay_s)
+        up = min(wanted for at, wanted, _ in state.wanted if at >= now - options.scale_up_delay_s)
+        down = max(wanted for at, wanted, _ in state.wanted if at >= now - options.scale_down_delay_s)
+        plenty = max(plenty for at, _, plenty in state.wanted if at >= now - PLENTY_S)
         latest = state.wanted[-1][1]
         if state.desired < up:
             return up
+        if state.desired > plenty and down > plenty:
+            reasons.append(f"{plenty:.0f} were plenty for {PLENTY_S:g} s")
+            return int(plenty)
         if state.desired > down:
             return down
         if latest > state.desired:
@@ -160,9 +170,13 @@ def _of_both(needs: Needs, signals: FleetSignals) -> Need:
     prefill, decode = needs.prefill, needs.decode
     fixed_prefill, fixed_decode = signals.prefill.num_fixed, signals.decode.num_fixed
     fixed = f", less {fixed_prefill} and {fixed_decode} of one role" if fixed_prefill or fixed_decode else ""
+    plenty = None
+    if prefill.plenty is not None and decode.plenty is not None:
+        plenty = max(prefill.plenty - fixed_prefill, 0.0) + max(decode.plenty - fixed_decode, 0.0)
     return Need(
         max(prefill.workers - fixed_prefill, 0.0) + max(decode.workers - fixed_decode, 0.0),
         f"{prefill.workers:.2f} for prefill and {decode.workers:.2f} for decode, whose roles move{fixed}",
         unknown=float(signals.both.num_silent) if prefill.unknown or decode.unknown else 0.0,
         exact=prefill.exact and decode.exact,
+        plenty=plenty,
     )

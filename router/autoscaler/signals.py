@@ -95,12 +95,15 @@ class FleetSignals:
 @dataclass(slots=True, frozen=True)
 class Need:
     """How many workers the load would keep at their target, unrounded; `unknown` more if silent workers are full.
-    `exact`: one fewer would miss the target, so no tolerance about the present number applies."""
+    `exact`: one fewer would miss the target, so no tolerance about the present number applies. `plenty`: with so many
+    the target would be kept with room to spare, so those beyond it need not wait for the scale-down delay; None: not
+    known."""
 
     workers: float
     reason: str
     unknown: float = 0.0
     exact: bool = False
+    plenty: float | None = None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -58,6 +58,13 @@ def test_the_least_workers_that_hold_the_targets() -> None:
     assert "4.00 requests/s of 300 tokens, 20 requests per worker in time" in many.decode.reason
 
 
+def test_plenty_of_workers_are_those_that_half_the_share_of_late_requests_asks_for() -> None:
+    needs = settled(ModelRules(GOAL, Fallback()), 8.0)
+    stricter = settled(ModelRules(replace(GOAL, share=0.95), Fallback()), 8.0)
+    assert (needs.prefill.plenty, needs.decode.plenty) == (stricter.prefill.workers, stricter.decode.workers)
+    assert needs.decode.plenty == needs.decode.workers + 1
+
+
 def test_a_higher_share_asks_for_more() -> None:
     shares = [settled(ModelRules(replace(GOAL, share=share), Fallback()), 9.0) for share in (0.5, 0.999)]
     assert shares[0].prefill.workers < shares[1].prefill.workers

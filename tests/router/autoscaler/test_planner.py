@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,42 @@ def test_a_need_that_swings_within_the_window_never_brings_replicas_down(swings:
         decision = planner.step(float(now), busy(6))[WorkerRole.DECODE]
         assert decision.desired >= desired
         desired = decision.desired
+
+
+def desired_with(rules: FixedRules, plenties: list[float | None], *, unknown: float = 0.0) -> list[int]:
+    """What is desired in each second, from ten decode workers on, if four are needed."""
+    planner = Planner(PlannerOptions(decode=Bounds(1, 10), scale_down_delay_s=30.0), rules)
+    planner.adopt(0.0, WorkerRole.DECODE, 10)
+    found = []
+    for now, plenty in enumerate(plenties, 1):
+        rules.decode = Need(4.0, "x", unknown=unknown, exact=True, plenty=plenty)
+        found.append(planner.step(float(now), busy(10))[WorkerRole.DECODE].desired)
+    return found
+
+
+def test_workers_beyond_what_is_plenty_go_after_seconds_and_the_others_after_the_delay() -> None:
+    assert desired_with(FixedRules(), [6.0] * 31) == [10] * 5 + [6] * 25 + [4]
+
+
+def test_a_second_in_which_more_are_plenty_keeps_them() -> None:
+    assert desired_with(FixedRules(), [6.0, 6.0, 6.0, 8.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0]) == [10] * 5 + [8] * 4 + [6]
+
+
+def test_nobody_goes_early_if_it_is_not_known_what_is_plenty() -> None:
+    assert desired_with(FixedRules(), [None] * 31) == [10] * 30 + [4]
+    assert desired_with(FixedRules(), [6.0, 6.0, 6.0, None, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0]) == [10] * 9 + [6]
+    assert desired_with(FixedRules(), [6.0] * 20, unknown=1.0) == [10] * 20, "silent workers may be full"
+
+
+def test_decode_keeps_its_workers_while_prefill_is_short_however_many_are_plenty() -> None:
+    rules = FixedRules()
+    rules.prefill = Need(5.0, "x", exact=True)  # of one that is ready
+    planner = Planner(PlannerOptions(decode=Bounds(1, 10)), rules)
+    planner.adopt(0.0, WorkerRole.PREFILL, 5)
+    planner.adopt(0.0, WorkerRole.DECODE, 10)
+    rules.decode = Need(4.0, "x", exact=True, plenty=6.0)
+    signals = replace(busy(10), prefill=RoleSignals(num_ready=1, num_requests=1))
+    assert {planner.step(float(now), signals)[WorkerRole.DECODE].desired for now in range(4, 40)} == {10}
 
 
 @settings(max_examples=examples(100), deadline=None)
