@@ -89,7 +89,8 @@ class FlashInferBackend(AttentionBackend):
                 prefill_workspace, "HND", backend=_prefill_kernels(spec, shape, window)
             )
         self.cascades = cascade and 0 in shape.distinct_windows()
-        self._min_saved_tokens = min_saved_tokens(shape, spec.num_kv_heads, spec.head_dim, cache.element_size())
+        # By reading shared blocks once, of each layer's KV in a step.
+        self.min_saved_tokens = min_saved_tokens(shape, spec.num_kv_heads, spec.head_dim, cache.element_size())
         self._fixed_shared_ids: torch.Tensor | None = None
         self.shared: SharedBlocks | None = None
         if self.cascades:
@@ -125,7 +126,7 @@ class FlashInferBackend(AttentionBackend):
     def _shared_prefixes(self, tables: StepTables, rows: Int32s) -> SharedPrefixes | None:
         if not self.cascades or len(rows) < 2:
             return None
-        return shared_prefixes(tables, rows, min_tokens=self._min_saved_tokens)
+        return shared_prefixes(tables, rows, min_tokens=self.min_saved_tokens)
 
     def fixed_decode(self, size: int) -> FixedDecode:
         """The largest size first: block ids of all sizes lie in the same memory."""

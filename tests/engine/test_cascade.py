@@ -7,17 +7,22 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from common.config import EngineSettings
 from engine.attention import flashinfer_cascade
-from engine.attention.base import AttentionShape
+from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.flashinfer import FlashInferBackend
+from engine.attention.registry import attention_backend
+from engine.local.device import LocalDevice
 from engine.step import StepRow
 from tests.engine import fake_flashinfer as fakes
 from tests.engine.fake_flashinfer import FakeDecodeWrapper, FakePrefillWrapper, fake_flashinfer
 from tests.engine.test_model_attention import NUM_BLOCKS, SHAPE, SHAPES, SPEC, each_shape, make_backend
+from tests.engine.tiny_models import FAMILIES, make_model
 
 SIZE = SPEC.block_size
 
@@ -199,3 +204,19 @@ def test_a_graph_plans_anew_only_if_something_else_is_shared(plans: Plans) -> No
     assert shared is not None
     fixed.fill([*pair, padding, padding], shared)
     assert plans.shared[2:] == [([0, 2, 2], [[40, 41], []], [SIZE, SIZE])]
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, False), ({"cascade_attention": "auto"}, True)])
+def test_the_setting_reaches_the_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], expected: bool
+) -> None:
+    asked: list[object] = []
+
+    def backend(*of_the_cache: object, **options: object) -> AttentionBackend:
+        asked.append(options.pop("cascade"))
+        return attention_backend(*of_the_cache, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("engine.local.device.attention_backend", backend)
+    settings = {"device": "cpu", "dtype": "float32", "num_blocks": 4, "kernels": "torch", **given}
+    LocalDevice(make_model(tmp_path / "llama", FAMILIES["llama"]), EngineSettings.model_validate(settings))
+    assert asked == [expected]

@@ -103,6 +103,60 @@ def compare(name: str, spec: KVCacheSpec, shape: AttentionShape) -> None:
             torch.testing.assert_close(ours.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize("num_heads", [4, 8])  # 8: decodes on tensor cores
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_rows_that_share_blocks(
+    monkeypatch: pytest.MonkeyPatch, is_recorded: bool, head_dim: int, num_heads: int, soft_cap: float
+) -> None:
+    """Two groups, a row alone, and the padding of a graph, which is replayed with fewer groups and rows, too."""
+    pytest.importorskip("flashinfer")
+    monkeypatch.setattr("engine.attention.flashinfer_cascade.MIN_SAVED_BYTES", 1)
+    spec = KVCacheSpec(model_id="m", num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype="bfloat16")
+    shape = AttentionShape(num_heads=num_heads, softmax_scale=0.125, soft_cap=soft_cap)
+    cache = torch.randn(200, *spec.block_shape).bfloat16()
+    ours = attention_backend(cache.cuda(), spec, shape, "flashinfer", cascade=True)
+    reference = attention_backend(cache, spec, shape, "reference")
+    first, second = list(range(40, 140)), list(range(10, 13))
+    tables = [[*first, 1], [*second, 2], [*first, 3, 4], [5, 6], [*second, 7], [*first, 8]]
+    done = [1605, 50, 1616, 17, 63, 1600]
+    size, num_inputs = 8, num_heads + 2 * spec.num_kv_heads
+    given = torch.zeros(size, num_inputs, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    fixed, graph, out = None, None, None
+
+    def split(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, spec.num_kv_heads, head_dim)
+
+    padding = StepRow(token_ids=[0], num_computed_tokens=0, block_ids=[199])
+    if is_recorded:
+        fixed = ours.fixed_cascade(size)
+        fixed.fill([padding] * size)
+        fixed.begin()
+        fixed.forward(0, *split(given))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fixed.begin()
+            out = fixed.forward(0, *split(given))
+    for members in ([0, 1, 2, 3, 4, 5], [3, 2, 0], [1, 5, 4, 0], [5, 4, 3, 2, 1, 0]):
+        rows = [StepRow(token_ids=[0], num_computed_tokens=done[i], block_ids=tables[i]) for i in members]
+        qkv = torch.randn(len(rows), num_inputs, head_dim).bfloat16()
+        expected = reference.prepare(rows).forward(0, *split(qkv))
+        shared = ours.shared_prefixes(rows)
+        assert shared is not None
+        if fixed is None:
+            result = ours.prepare(rows).forward(0, *split(qkv.cuda())).cpu()
+        else:
+            order = shared.order.tolist()
+            given[: len(rows)] = qkv[order].cuda()
+            fixed.fill([*(rows[i] for i in order), *[padding] * (size - len(rows))], shared)
+            graph.replay()
+            result = torch.empty_like(expected)
+            result[order] = out[: len(rows)].cpu()
+        torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2)
+
+
 @needs_triton
 @each_dtype
 @pytest.mark.parametrize("size", [64, 576, 4096])
