@@ -1,15 +1,16 @@
 """What a CUDA device gives: is each of its paths right, and how near do they come to what the device allows?
 
     python -m bench.gpu [--models llama-8b,qwen3-30b] [--batches 1,8,32,128] [--context 1024] [--prompts 2048,8192]
-                        [--layers N] [--parts paths,decode,prefill,handoff] [--seconds 480] [--json FILE]
+                        [--layers N] [--parts paths,decode,shared,prefill,handoff] [--seconds 480] [--json FILE]
 
 It needs torch with CUDA, safetensors, and what Baton's engine imports; FlashInfer if its paths are to be measured.
 Weights are random, and made on the device: no checkpoint is read. First come the device's own limits (a copy of
 memory, a matrix product), then small models on every path against float32, then decode and prefill of the two shapes,
 each beside its limit: bytes that a step has to read over the rate of the copy, or products that it has to compute over
 the rate of the matrix product. Decode is measured by steps, and by the engine with and without `--run-ahead`: what an
-engine's step takes longer than its kernels run is how long the device stands still. Last comes what reading the KV of
-a whole prompt takes from another process on the device (NIXL; CUDA IPC), beside the prompt's prefill.
+engine's step takes longer than its kernels run is how long the device stands still. Then come steps of which all rows
+begin with the same blocks, with `--cascade-attention` and without. Last comes what reading the KV of a whole prompt
+takes from another process on the device (NIXL; CUDA IPC), beside the prompt's prefill.
 
 Each figure is printed as it comes, and none begins after `--seconds`. Exits with 1 if a path is wrong.
 """
@@ -41,6 +42,7 @@ from common.errors import BatonError
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
+from engine.attention.flashinfer import FlashInferBackend
 from engine.core import EngineCore
 from engine.device_thread import DeviceThread
 from engine.local.device import LocalDevice
@@ -51,7 +53,7 @@ from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 
 DEVICE = "cuda"
-PARTS = ("paths", "decode", "prefill", "handoff")
+PARTS = ("paths", "decode", "shared", "prefill", "handoff")
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
 STEPS = 24  # of a decode figure, which is their median
@@ -179,6 +181,22 @@ class Device(LocalDevice):
             yield
         finally:
             self._model.fused = fused
+
+    @contextmanager
+    def reading_shared_blocks(self, *, once: bool) -> Iterator[None]:
+        """Once for all rows, however little that saves, or row by row."""
+        attention = self._attention
+        assert isinstance(attention, FlashInferBackend)
+        cascades, least = attention.cascades, attention.min_saved_tokens
+        attention.cascades, attention.min_saved_tokens = once, 1
+        try:
+            yield
+        finally:
+            attention.cascades, attention.min_saved_tokens = cascades, least
+
+    @property
+    def cascades(self) -> bool:
+        return self._attention.cascades
 
     @property
     def has_graphs(self) -> bool:
@@ -429,6 +447,33 @@ def decode_row(device: Device, name: str, batch: int, context: int, limit_ms: fl
     return row
 
 
+def shared_row(device: Device, name: str, batch: int, num_shared: int) -> Row:
+    """A step of rows that share `num_shared` tokens, whole blocks, and have one block of their own before the step."""
+    per_row = -(-(BLOCK_SIZE + STEPS + 8) // BLOCK_SIZE)
+    shared = list(range(num_shared // BLOCK_SIZE))
+    rows = [
+        StepRow(
+            token_ids=[100 + row],
+            num_computed_tokens=num_shared + BLOCK_SIZE,
+            block_ids=array("i", [*shared, *range(len(shared) + row * per_row, len(shared) + (row + 1) * per_row)]),
+            draw=draw(GREEDY, 0),
+        )
+        for row in range(batch)
+    ]
+    is_taken = device._attention.shared_prefixes(rows) is not None
+    figures: dict[str, float] = {}
+    for suffix, once in (("", True), ("_row_by_row", False)):
+        with device.reading_shared_blocks(once=once):
+            figures[f"ms{suffix}"] = step_ms(device, rows)
+            figures[f"kernels_ms{suffix}"], _, _ = busy(device, rows)
+    return {
+        "what": f"{name} decode, batch {batch}, {num_shared} tokens shared",
+        **figures,
+        "ms_saved": figures["ms_row_by_row"] - figures["ms"],
+        "is_taken": is_taken,  # by the rule that decides if nobody forces it
+    }
+
+
 def prefill_row(device: Device, name: str, length: int, limit_ms: float) -> Row:
     prompt = StepRow(
         token_ids=[(3 * place) % 1000 + 3 for place in range(length)],
@@ -476,12 +521,17 @@ def measure_model(name: str, args: argparse.Namespace, limits: Limits, folder: P
         num_blocks=tokens // BLOCK_SIZE + 1,
         max_num_seqs=max(args.batches),
         max_model_len=max(args.prompts) + 64,
+        cascade_attention="auto",
     )
     attention = type(device._attention).__name__
     say(f"{name}: {size.dense / 1e9:.2f} G parameters in every step, {attention}, graphs: {device.has_graphs}")
     for batch in args.batches if "decode" in args.parts else ():
         limit = size.decode_bytes(batch, args.context) / limits.copy_gb_s / 1e6
         yield decode_row(device, name, batch, args.context, limit, in_torch=batch == args.batches[0])
+    for batch in args.batches if "shared" in args.parts and device.cascades else ():
+        for num_shared in sorted({max(args.prompts) // part // BLOCK_SIZE * BLOCK_SIZE for part in (16, 4, 2)} - {0}):
+            if batch > 1:
+                yield shared_row(device, name, batch, num_shared)
     for length in args.prompts if "prefill" in args.parts else ():
         flop = size.prefill_flop(length, size.hidden * vocab)
         row = prefill_row(device, name, length, flop / limits.gemm_tflop_s / 1e9)

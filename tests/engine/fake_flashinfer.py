@@ -284,6 +284,7 @@ class FakeLatentWrapper:
     ) -> None:
         assert causal
         assert isinstance(metadata, FakeMetadata)
+        assert num_heads
         assert head_dim_ckv
         assert head_dim_kpe
         assert page_size

@@ -123,7 +123,7 @@ def test_rows_that_share_blocks(
     done = [1605, 50, 1616, 17, 63, 1600]
     size, num_inputs = 8, num_heads + 2 * spec.num_kv_heads
     given = torch.zeros(size, num_inputs, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    fixed, graph, out = None, None, None
+    graph, fixed, out = torch.cuda.CUDAGraph(), None, given
 
     def split(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, spec.num_kv_heads, head_dim)
@@ -135,7 +135,6 @@ def test_rows_that_share_blocks(
         fixed.begin()
         fixed.forward(0, *split(given))
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             fixed.begin()
             out = fixed.forward(0, *split(given))
