@@ -7,7 +7,7 @@ PACKAGES := baton bench common decode_service engine kv_store prefill_service ro
 SOURCES := $(PACKAGES) protos tests tools
 # Of the tests, those whose types are checked.
 TYPED_TESTS := $(addprefix tests/,abuse baton bench chaos clients common faults gpu helm integration kube kv_store models newcomer) \
-	$(addprefix tests/,simulation soak support worker) $(wildcard tests/*.py)
+	$(addprefix tests/,router simulation soak support worker) $(wildcard tests/*.py)
 
 # Byte code is kept, whatever the environment says: tests start some hundred processes, and each would compile all files.
 export PYTHONDONTWRITEBYTECODE :=

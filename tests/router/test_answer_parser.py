@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import pytest
@@ -216,7 +217,7 @@ def test_long_answers_are_not_kept() -> None:
     assert template is not None
     reading = ModelAnswers(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
     assert reading is not None
-    parser = reading.parser()
+    parser: Any = reading.parser()
     for _ in range(2000):
         assert parser.add("word word ").content
     assert len(parser._parser._buffer) < 10_000
@@ -244,7 +245,12 @@ def test_the_tokenizers_own_template_decides() -> None:
     result = read(chat_templates.HERMES, "<<hm>>Yes. CALL get_weather city:Paris,days:3;", own=own)
     assert (result.reasoning, result.content) == ("hm", "Yes.")
     assert result.parsed == [("get_weather", {"city": "Paris", "days": 3})]
-    for wrong in ({"fields": {}}, {"start_anchor": "x", "fields": {"content": {"open_pattern": "("}}}, {"fields": 1}):
+    templates: tuple[dict[str, object], ...] = (
+        {"fields": {}},
+        {"start_anchor": "x", "fields": {"content": {"open_pattern": "("}}},
+        {"fields": 1},
+    )
+    for wrong in templates:
         with pytest.raises(UnavailableError, match="response_template"):
             ModelAnswers(wrong, tiny_tokenizer().rust)
 
@@ -315,7 +321,7 @@ def test_a_quote_that_nobody_closed_hides_no_later_call() -> None:
     ],
 )
 def test_what_ends_inside_a_call_is_cut(
-    shape: str, text: str, content: str, calls: list[tuple[str, str]], is_cut: bool
+    shape: str, text: str, content: str | EllipsisType, calls: list[tuple[str, str]], is_cut: bool
 ) -> None:
     result = read(SHAPES[shape][0], text)
     assert result.content == (text if content is ... else content)

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import logging
+from collections.abc import AsyncIterable, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import httpx
@@ -36,6 +38,9 @@ FILE = f"""
 sha256:{hashlib.sha256(CAROL.encode()).hexdigest().upper()} name=carol tenant=sales
 {DAVE}
 """
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...] | None
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
@@ -190,7 +195,7 @@ async def test_probes_and_prometheus_need_none(guarded: RunningRouter, url: str)
 async def test_grpc_calls_need_a_key(guarded: RunningRouter, worker: FakeWorker) -> None:
     request = inference_pb2.GenerateRequest(prompt_token_ids=[1, 2, 3])
     reflection = reflection_pb2_grpc.ServerReflectionStub(guarded.channel)
-    calls = {
+    calls: dict[str, Callable[[Metadata], Awaitable[object]]] = {
         "unary": lambda metadata: guarded.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata),
         "fleet": lambda metadata: guarded.fleet.GetFleet(router_pb2.GetFleetRequest(), metadata=metadata),
         "stream": lambda metadata: all_of(guarded.inference.Generate(request, metadata=metadata)),
@@ -206,7 +211,7 @@ async def test_grpc_calls_need_a_key(guarded: RunningRouter, worker: FakeWorker)
     assert [one.cache_salt for one in worker.requests] == ['["sales", ""]']
 
 
-async def all_of(call: grpc.aio.UnaryStreamCall[object, object]) -> list[object]:
+async def all_of(call: AsyncIterable[T]) -> list[T]:
     return [message async for message in call]
 
 

@@ -7,7 +7,7 @@ import json
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -26,7 +26,8 @@ from tests.each_case import each_case
 from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, sample
 from tests.support.fake_worker import ANSWER, FakeWorker
 
-CHAT = "/v1/chat/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+HOUR: Any = "1h"  # which the client's types do not know
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -195,9 +196,9 @@ async def test_tenants_see_their_own(worker: FakeWorker, start_router: StartRout
     router = await start_router(worker, batch_file=str(tmp_path / "batches.db"), api_keys_file=str(keys))
     alice, bob, eve = (router.openai.with_options(api_key=f"sk-{name}") for name in ("alice", "bob", "eve"))
     file = await alice.files.create(file=("a.jsonl", jsonl(line("a"))), purpose="batch")
-    batch = await bob.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
+    batch = await bob.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window=HOUR)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
-        await eve.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
+        await eve.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window=HOUR)
     for call in (eve.batches.retrieve(batch.id), eve.batches.cancel(batch.id), eve.files.content(file.id)):
         with pytest.raises(openai.NotFoundError):
             await call
@@ -256,7 +257,7 @@ async def test_a_paused_line_takes_none_of_its_clients_places(
     several = line("several")
     several["body"]["n"] = 2
     file = await ann.files.create(file=("a.jsonl", jsonl(line("one"), several)), purpose="batch")
-    batch = await ann.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
+    batch = await ann.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window=HOUR)
     await asyncio.wait_for(worker.asked.wait(), 20)
     worker.hang_after = None
     for _ in range(3):
@@ -335,7 +336,7 @@ async def test_what_a_killed_process_left_is_done_once(store: BatchStore) -> Non
     async with asyncio.timeout(20):
         while len(tries) < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    store.release = lambda _worker: None  # type: ignore[method-assign]  # it was killed
+    store.release = lambda worker: None  # type: ignore[method-assign]  # it was killed
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await asyncio.gather(working, return_exceptions=True)

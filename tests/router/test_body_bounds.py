@@ -25,6 +25,7 @@ from router.api.rest.openai.responses_body import ResponsesBody
 from router.fleet.served_model import ServedModel
 from router.preparing import preparation as preparing
 from router.preparing.preparation import Preparation
+from router.preparing.sampling_size import check_size
 from router.running import request as asking
 from router.running.request import GenerationRequest, Prompt
 from router.running.threads import SHORT, TextThreads
@@ -278,7 +279,7 @@ def num_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     monkeypatch.setattr(preparing, "checked", counted("checked", checked))
-    monkeypatch.setattr(preparing, "check_size", counted("check_size", preparing.check_size))
+    monkeypatch.setattr(preparing, "check_size", counted("check_size", check_size))
     monkeypatch.setattr(asking, "message_of", counted("message_of", message_of))
     return found
 

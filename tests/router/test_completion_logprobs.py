@@ -68,7 +68,7 @@ async def test_parts_of_characters_of_the_prompt(router: RunningRouter, worker: 
     assert choice["text"] == ROCKETS * (1 + again)
     assert choice["logprobs"]["tokens"] == TOKENS * (1 + again)
     assert choice["logprobs"]["text_offset"] == [*OFFSETS, *(again * [len(ROCKETS) + offset for offset in OFFSETS])]
-    assert all(len(top) > 0 for top in choice["logprobs"]["top_logprobs"][1:])  # type: ignore[arg-type]
+    assert all(len(top) > 0 for top in choice["logprobs"]["top_logprobs"][1:])
 
 
 async def test_an_answer_that_completes_the_character_of_its_prompt(router: RunningRouter, worker: FakeWorker) -> None:

@@ -102,10 +102,11 @@ def test_a_few_tokens_are_computed_beside_decodes_if_asking_takes_longer() -> No
     slow_to_ask = workers(text, d=model(token_s=1e-4), p=model(floor_s=0.03, token_s=1e-4))
     decision = pick(slow_to_ask, 60)
     assert (decision.in_place, decision.prefill) == (True, ())
-    assert 60 < (least := SecondCosts().least_remote(*slow_to_ask, num_cached=0)) < 120
+    assert 60 < (least := SecondCosts().least_remote(slow_to_ask[0], slow_to_ask[1], 0)) < 120
     assert decision.min_remote_tokens == least
     assert pick(slow_to_ask, least + 1).prefill
-    assert SecondCosts().least_remote(*workers("d decode 0/0 9/9\np prefill 0/0 9/9"), num_cached=0) == 0
+    decode, prefill = workers("d decode 0/0 9/9\np prefill 0/0 9/9")
+    assert SecondCosts().least_remote(decode, prefill, 0) == 0
 
 
 def test_hedges_know_what_a_prompt_should_take() -> None:

@@ -17,6 +17,7 @@ from common.retry_budget import RetryBudget
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet.endpoint import Endpoint
+from router.fleet.fleet import Fleet
 from router.fleet.patience import Patience
 from router.fleet.registry import Registry
 from router.fleet.worker import Sent, WorkerRecord
@@ -473,7 +474,7 @@ def test_retry_budget_is_a_share_of_requests_and_a_floor() -> None:
 class _Gone:
     """Chooses a worker that has just ceased to be one."""
 
-    def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
+    def pick(self, request: RoutingRequest, workers: Fleet | Sequence[Endpoint]) -> RoutingDecision:
         if request.tried:
             raise UnavailableError("no decode worker can take the request")
         return RoutingDecision(

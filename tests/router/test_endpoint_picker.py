@@ -256,7 +256,7 @@ async def test_headers_that_no_picker_made(gateway: Gateway, worker: FakeWorker)
     ):
         before = picked(outcome)
         headers = {"content-type": "application/json", "x-request-id": request_id, PICK_HEADER: sent}
-        encoded = {name: text.encode("latin-1") for name, text in headers.items()}
+        encoded = {name.encode(): text.encode("latin-1") for name, text in headers.items()}
         response = await gateway.client.post(f"{gateway.router.url}{CHAT}", content=BODY, headers=encoded)
         assert response.status_code == 200, outcome
         assert picked(outcome) == before + 1
@@ -575,7 +575,13 @@ def test_a_choice_says_all_that_a_decision_does() -> None:
     }
     decision = msgspec.structs.replace(plain, **changed)
     picks = Picks(lambda: [b"key"], lambda: 0.0)
-    told = {"number": "n", "made_at": 0.0, "picker": "10.0.0.1:80", "request_id": "r", "num_prompt_tokens": 1}
+    told: dict[str, Any] = {
+        "number": "n",
+        "made_at": 0.0,
+        "picker": "10.0.0.1:80",
+        "request_id": "r",
+        "num_prompt_tokens": 1,
+    }
     pick = picks.read(picks.signed(pick_of(decision, **told)))
     found = pick.decision(workers[0], workers[1:])
     assert found.reasons.lines() == ("chosen by the endpoint picker of 10.0.0.1:80", "why")
@@ -815,7 +821,7 @@ async def test_what_comes_out_of_order_ends_the_stream(messages: list[pb.Process
 
 def test_texts_of_messages() -> None:
     hint = request_headers("/", {}, subset=["a:1, b:2", "c:3"]).metadata_context
-    assert subset_of(hint) == {"a:1", "b:2", "c:3"}
+    assert subset_of(hint) == frozenset({"a:1", "b:2", "c:3"})
     assert subset_of(pb.Metadata()) is None
     hint.filter_metadata["envoy.lb.subset_hint"]["x-gateway-destination-endpoint-subset"] = 7
     assert subset_of(hint) == frozenset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import httpx
@@ -46,7 +47,7 @@ def too_many_tokens(event: decode_pb2.DecodeEvent) -> None:
         event.tokens.add(token_id=1)
 
 
-async def ask(router: RunningRouter, **params: int) -> tuple[str, inference_pb2.GenerateResponse]:
+async def ask(router: RunningRouter, **params: Any) -> tuple[str, inference_pb2.GenerateResponse]:
     request = inference_pb2.GenerateRequest(prompt="Hello", sampling_params=types_pb2.SamplingParams(**params))
     responses = [response async for response in router.inference.Generate(request)]
     return "".join(response.text for response in responses), responses[-1]

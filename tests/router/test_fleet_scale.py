@@ -98,7 +98,7 @@ def unusual(draw: Random, one: Endpoint) -> Endpoint:
     )
     for change in changes:
         if not draw.randrange(USUAL):
-            one = replace(one, **change())  # type: ignore[arg-type]
+            one = replace(one, **change())
     return one
 
 
@@ -143,7 +143,7 @@ def told(pick: Callable[..., RoutingDecision | Endpoint], *args: object) -> obje
         return str(error)
     if isinstance(made, Endpoint):
         return made.address
-    named = {name: getattr(made, name) for name in RoutingDecision.__slots__ if name != "reasons"}
+    named = {name: getattr(made, name) for name in RoutingDecision.__struct_fields__ if name != "reasons"}
     return made.decode.address, [one.address for one in made.prefill], made.reasons.lines(), named
 
 

@@ -185,7 +185,7 @@ async def test_the_prompt_says_whether_the_answer_begins_with_reasoning(
     worker.chat_template = chat_templates.THINKS_AT_ONCE.replace("<think>\n", prompt_end)
     worker.answer = ids_of(JSON.removeprefix("<think>") if is_thinking else '{"a": 1}')
     router = await start_router(worker)
-    wanted = ("hm {" if is_thinking else "", '{"a": 1}', [], "stop")
+    wanted: tuple[str, str, list[object], str] = ("hm {" if is_thinking else "", '{"a": 1}', [], "stop")
     for stream in (False, True):
         assert await chat(router, stream=stream, response_format=FORMAT) == wanted
     guided = in_the_engine(worker.requests[-1]).guided

@@ -83,12 +83,13 @@ ASKED = "<|im_start|>user\nHi<|im_end|>\n"
 
 
 async def test_chats_that_go_on_and_their_tokens(router: RunningRouter, worker: FakeWorker) -> None:
-    for given, options, prompt in (
+    cases: tuple[tuple[list[inference_pb2.ChatMessage], dict[str, Any], str], ...] = (
         ([HI, BEGUN], {"continue_final_message": True}, ASKED + "<|im_start|>assistant\nI say"),
         ([HI, BEGUN], {"add_generation_prompt": False}, ASKED + "<|im_start|>assistant\nI say<|im_end|>\n"),
         ([HI], {"add_generation_prompt": True}, ASKED + "<|im_start|>assistant\n"),
         ([HI], {}, ASKED + "<|im_start|>assistant\n"),
-    ):
+    )
+    for given, options, prompt in cases:
         chat = inference_pb2.ChatRequest(messages=given, **options)
         assert [response async for response in router.inference.Chat(chat)]
         assert list(worker.requests[-1].prompt_token_ids) == ids_of(prompt)

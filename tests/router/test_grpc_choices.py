@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import grpc
 import pytest
@@ -23,7 +24,7 @@ from tests.router.tiny_tokenizer import eos_id
 from tests.support.fake_worker import ANSWER, FakeWorker
 
 
-def request_of(**choices: int) -> inference_pb2.GenerateRequest:
+def request_of(**choices: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         request_id="r1",
         prompt="Hello",

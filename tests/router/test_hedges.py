@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from common.retry_budget import RetryBudget
@@ -80,7 +82,12 @@ async def test_hedges_come_from_the_budget_and_the_late_one_is_blamed(
 ) -> None:
     spent: list[float] = []
     blamed: list[str] = []
-    monkeypatch.setattr(RetryBudget, "spend", lambda _self, now: spent.append(now) or True)
+
+    def spend(_self: RetryBudget, now: float) -> bool:
+        spent.append(now)
+        return True
+
+    monkeypatch.setattr(RetryBudget, "spend", spend)
     monkeypatch.setattr(TrackRecord, "failed", lambda _self, worker, _now: blamed.append(worker[0]))
     fleet.reported = types_pb2.RequestReport(num_hedges=1)
     _, report = await fleet.ask()
@@ -104,7 +111,7 @@ async def test_hedges_come_from_the_budget_and_the_late_one_is_blamed(
 async def test_whoever_failed_is_blamed_once(
     fleet: Fleet,
     monkeypatch: pytest.MonkeyPatch,
-    said: dict[str, int],
+    said: dict[str, Any],
     blames: list[int],
     expected: list[int],
 ) -> None:

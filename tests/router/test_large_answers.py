@@ -41,7 +41,7 @@ def test_parts_are_the_whole(lists: list[list[list[str]]], text: str, part_bytes
         made.append(JsonList())
         for piece in pieces:
             made[-1].add(piece)
-    content = {"text": text, "lists": [{"of": one, "text": text} for one in made]}
+    content: dict[str, object] = {"text": text, "lists": [{"of": one, "text": text} for one in made]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large_json, "PART_BYTES", part_bytes)
         parts = list(json_parts(content, b"<", b">"))

@@ -60,7 +60,7 @@ async def test_openmetrics_for_those_who_ask(router: RunningRouter) -> None:
     asked, plain = await page(router, **OPENMETRICS), await page(router)
     assert asked.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert plain.headers["content-type"].startswith("text/plain")
-    assert {one.name for one in openmetrics_families(asked.text)} >= {"baton_router_requests", "baton_router_answers"}
+    assert {one.name for one in openmetrics_families(asked.text)} >= {"baton_router_requests", "baton_router_answers"}  # type: ignore[no-untyped-call]
     assert "baton_router_requests_total" in plain.text
 
 
@@ -83,7 +83,7 @@ async def test_a_bucket_names_a_trace(collector_url: str, worker: FakeWorker, st
     await ask(router, headers={"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"})
     text = (await page(router, **OPENMETRICS)).text
     for name in ("baton_router_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"):
-        (found,) = [one for one in openmetrics_families(text) if one.name == name]
+        (found,) = [one for one in openmetrics_families(text) if one.name == name]  # type: ignore[no-untyped-call]
         named = [one.exemplar.labels for one in found.samples if one.exemplar]
         assert {"trace_id": TRACE} in named, name
     num_spans = sample("baton_trace_spans_total", outcome="made") - made

@@ -74,7 +74,7 @@ def outputs_of(response: pb.ModelInferResponse) -> dict[str, Any]:
 
 
 def stub(router: RunningRouter) -> pb_grpc.GRPCInferenceServiceAsyncStub:
-    return pb_grpc.GRPCInferenceServiceStub(router.channel)  # type: ignore[return-value]
+    return pb_grpc.GRPCInferenceServiceStub(router.channel)
 
 
 @pytest.fixture
@@ -111,7 +111,9 @@ async def test_what_there_is(router: RunningRouter, http: httpx.AsyncClient) -> 
 
 @pytest.mark.parametrize("form", [lambda request: request, raw], ids=["typed", "raw"])
 async def test_one_response(router: RunningRouter, worker: FakeWorker, form: Any) -> None:
-    flags = dict.fromkeys(("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"), True)
+    flags: dict[str, Any] = dict.fromkeys(
+        ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"), True
+    )
     sampling = json.dumps({"temperature": "0.5", "max_tokens": 100, "seed": 7})
     request = form(asked(sampling_parameters=sampling, exclude_input_in_output=True, **flags))
     request.id = "call 1"

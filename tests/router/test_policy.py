@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from msgspec.structs import replace
+from pydantic import BaseModel
 
 from baton.settings import DEMO_SETTINGS, UP_SETTINGS, RouterCommandSettings
 from common.errors import ConfigError, UnavailableError
@@ -142,7 +143,7 @@ def test_an_unknown_policy_is_named() -> None:
 
 
 def test_help_and_the_chart_have_each_policy_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = [RouterCommandSettings, UP_SETTINGS, DEMO_SETTINGS]
+    offered: list[type[BaseModel]] = [RouterCommandSettings, UP_SETTINGS, DEMO_SETTINGS]
     chart = json.loads(values_schema.PATH.read_text())["definitions"]["routerSettings"]
     for name, about in (("least_load", "the least load"), ("session", "a session's own worker")):
         for settings in offered:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from common.types import WorkerRole
@@ -12,7 +14,7 @@ from router.running.decode_events import PrefillBlame
 PREFILL = [Endpoint(worker_id=name, role=WorkerRole.PREFILL, address=name) for name in "ABCD"]
 
 
-def event(names: str = "", refused: str = "", **counts: int) -> decode_pb2.DecodeEvent:
+def event(names: str = "", refused: str = "", **counts: Any) -> decode_pb2.DecodeEvent:
     report = types_pb2.RequestReport(**counts)
     return decode_pb2.DecodeEvent(
         report=report, blamed_prefill_addresses=[*names], refused_prefill_addresses=[*refused]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +18,7 @@ PROMPT = "Hello, how are you today? The capital"
 IDS = ids_of(PROMPT)
 
 
-async def ask(router: RunningRouter, **params: int) -> list[inference_pb2.GenerateResponse]:
+async def ask(router: RunningRouter, **params: Any) -> list[inference_pb2.GenerateResponse]:
     asked = types_pb2.SamplingParams(**{"prompt_logprobs": 2, **params})
     call = router.inference.Generate(inference_pb2.GenerateRequest(prompt=PROMPT, sampling_params=asked))
     return [response async for response in call]

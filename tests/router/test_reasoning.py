@@ -90,7 +90,8 @@ async def test_a_stateless_agent_s_turns(router: RunningRouter, worker: FakeWork
     done = next(event.item for event in events if event.type == "response.output_item.done")
     assert done.type == "reasoning"
     final = (await stream.get_final_response()).output
-    for reasoning in (answer.output[0], done, final[0]):
+    answers: tuple[Any, ...] = (answer.output[0], done, final[0])
+    for reasoning in answers:
         assert reasoning.type == "reasoning"
         assert (reasoning.summary, (reasoning.content or [])[0].text) == ([], "hm")
         assert reasoning.encrypted_content
@@ -144,7 +145,7 @@ async def test_kept_reasoning(
 
 
 async def test_reasoning_items_that_follow_each_other_are_one(router: RunningRouter, worker: FakeWorker) -> None:
-    items = [
+    items: list[dict[str, object]] = [
         {"type": "reasoning", "summary": [], "encrypted_content": kept}
         for kept in ("baton1.aG0=", "baton1.", "baton1.YQ==")
     ]

@@ -69,12 +69,17 @@ async def test_special_tokens(router: RunningRouter, monkeypatch: pytest.MonkeyP
             client.evict_prefix(prompt="Hi", **given)
             client.tokenize("Hi", **given)
 
-    for given, expected in (({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)):
+    cases: tuple[tuple[dict[str, Any], bool], ...] = (
+        ({}, True),
+        ({"add_special_tokens": True}, True),
+        ({"add_special_tokens": False}, False),
+    )
+    for given, expected in cases:
         await asyncio.to_thread(ask, given)
         async with AsyncClient(router.grpc_address) as client:
-            await client.generate("Hi", **given).result()  # type: ignore[arg-type]
-            await client.embed(["Hi"], **given)  # type: ignore[arg-type]
-            await client.evict_prefix(prompt="Hi", **given)  # type: ignore[typeddict-item]
+            await client.generate("Hi", **given).result()
+            await client.embed(["Hi"], **given)
+            await client.evict_prefix(prompt="Hi", **given)
         async with httpx.AsyncClient(base_url=router.url) as rest:
             for path, body in (
                 ("/v1/completions", {"prompt": "Hi"}),

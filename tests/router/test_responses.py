@@ -117,9 +117,10 @@ async def test_what_changes_nothing(router: RunningRouter, worker: FakeWorker) -
         [ask, {**message_of("Yes", annotations=[citation], logprobs=[logprob]), **own}, {**ask, "status": None}],
     ):
         await router.openai.responses.create(model="tiny", input=inputs)  # type: ignore[arg-type]
-    form = {"type": "json_schema", "name": "n", "schema": SCHEMA}
-    for given in (form, {**form, "description": "d", "strict": False}):
-        answer = await router.openai.responses.create(model="tiny", input="x", text={"format": given})  # type: ignore[typeddict-item]
+    form: Any = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    forms: tuple[Any, ...] = (form, {**form, "description": "d", "strict": False})
+    for given in forms:
+        answer = await router.openai.responses.create(model="tiny", input="x", text={"format": given})
         assert answer.text is not None
         told = answer.text.format
         assert told is not None
@@ -156,8 +157,14 @@ async def test_stream(router: RunningRouter, worker: FakeWorker) -> None:
 
 async def test_items_have_the_order_of_the_text_that_comes_at_once() -> None:
     """A speculating worker may send what is before, in and after a call in one event."""
-    parts = [TextPart("hm", is_reasoning=True), ToolCallDelta(0, "c1", "f", "{}"), TextPart("and so"),
-             ToolCallDelta(1, "c2", "f", "{"), ToolCallDelta(1, arguments="}"), TextPart("done")]  # fmt: skip
+    parts: list[TextPart | ToolCallDelta] = [
+        TextPart("hm", is_reasoning=True),
+        ToolCallDelta(0, "c1", "f", "{}"),
+        TextPart("and so"),
+        ToolCallDelta(1, "c2", "f", "{"),
+        ToolCallDelta(1, arguments="}"),
+        TextPart("done"),
+    ]
     output = Output(
         text="and sodone",
         reasoning="hm",

@@ -230,7 +230,7 @@ async def test_what_changes_nothing_is_taken(router: RunningRouter, worker: Fake
     )
 
 
-VLLM_DEFAULTS = {
+VLLM_DEFAULTS: dict[str, object] = {
     "n": 1,
     "best_of": None,
     "seed": None,

@@ -90,7 +90,7 @@ async def test_asked_for(
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "is not for guided text"),
     ],
 )  # fmt: skip
-async def test_refused(router: RunningRouter, fields: dict[str, object], param: str, words: str) -> None:
+async def test_refused(router: RunningRouter, fields: dict[str, Any], param: str, words: str) -> None:
     response = await post(router, **fields)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -153,7 +153,7 @@ async def test_what_a_schema_cannot_keep_is_named(router: RunningRouter, schema:
         response_format("structural_tag", format={"type": "json_schema", "json_schema": schema}),
     )
     for fields in given:
-        response = await post(router, **fields)  # type: ignore[arg-type]
+        response = await post(router, **fields)
         assert (response.status_code, words in response.text) == (400, True), response.text
 
 

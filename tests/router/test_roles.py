@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
@@ -140,9 +141,10 @@ async def test_operators_pin_roles(workers: tuple[FakeWorker, FakeWorker], route
     assert not second.orders
     await admin(router).SetRole(admin_pb2.SetRoleRequest(target=admin_pb2.Target(all_workers=True)))
     cleared = worker_pb2.SetWorkerRoleRequest.PIN_CLEARED
-    assert [(one.orders[-1].role, one.orders[-1].pin) for one in workers] == [(BOTH, cleared)] * 2
+    orders = [order for one in workers if isinstance(order := one.orders[-1], worker_pb2.SetWorkerRoleRequest)]
+    assert [(order.role, order.pin) for order in orders] == [(BOTH, cleared)] * 2
     for wrong, field in (
-        (admin_pb2.SetRoleRequest(target=only, role=9), "role"),
+        (admin_pb2.SetRoleRequest(target=only, role=cast("worker_pb2.WorkerRole.ValueType", 9)), "role"),
         (admin_pb2.SetRoleRequest(role=DECODE), "target"),
         (admin_pb2.SetRoleRequest(target=admin_pb2.Target(router=True), role=DECODE), "target.router"),
     ):

@@ -90,7 +90,7 @@ async def test_a_session_goes_to_one_worker(start_worker: StartWorker, start_rou
         elif way == "header":
             assert (await complete(router, {"X-Session-Id": "s1"}, user="other")).status_code == 200
         else:
-            assert (await complete(router, **{way: "s1"})).status_code == 200
+            assert (await complete(router, None, **{way: "s1"})).status_code == 200
     assert sorted(len(worker.requests) for worker in workers) == [0, 0, 4]
 
 

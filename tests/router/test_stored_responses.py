@@ -13,6 +13,7 @@ import grpc
 import httpx
 import openai
 import pytest
+from openai.types.responses import ResponseFunctionToolCall
 
 from common.config import RouterSettings
 from common.errors import StartupError
@@ -80,7 +81,9 @@ async def test_a_conversation_goes_on(router: RunningRouter, worker: FakeWorker)
 async def test_what_was_asked_is_listed(router: RunningRouter) -> None:
     first = await ask(router, "Where?")
     second = await ask(router, [{"role": "user", "content": "When?", "id": "mine"}], first)
-    listed = [item async for item in router.openai.responses.input_items.list(second.id, limit=1, order="asc")]
+    listed: list[Any] = [
+        item async for item in router.openai.responses.input_items.list(second.id, limit=1, order="asc")
+    ]
     texts = [item.content[0].text for item in listed if item.type == "message"]
     assert texts == ["Where?", "Paris.", "When?"]
     assert [item.id for item in listed][1:] == [first.output[0].id, "mine"]
@@ -97,6 +100,7 @@ async def test_a_call_and_its_result(router: RunningRouter, worker: FakeWorker) 
     first = events[-1].response  # type: ignore[union-attr]
     assert {event.response.id for event in events if hasattr(event, "response")} == {first.id}
     call = first.output[-1]
+    assert isinstance(call, ResponseFunctionToolCall)
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
     await ask(router, [result], first, tools=[TOOL])
     assert turn("assistant", "<think>hm</think>Yes." + CALL) + turn("tool", "done") in prompt_of(worker)
@@ -119,12 +123,12 @@ async def test_only_what_is_continued_counts(router: RunningRouter, worker: Fake
     """What an answer repeats of its request, and its logprobs, are of no conversation."""
     schema = {"type": "object", "description": "It says this and that. " * 800}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    last = None
+    last: Any = None
     for _ in range(9):
         last = await ask(router, "Where?", last, include=LOGPROBS, top_logprobs=2, extra_body={"text": form})
     assert len(last.to_json()) * 8 > BODY_OVERHEAD_BYTES + 1024 * BYTES_PER_TOKEN, "more than a body may have"
     assert last.output[0].content[0].logprobs
-    listed = [item async for item in router.openai.responses.input_items.list(last.id, order="asc")]
+    listed: list[Any] = [item async for item in router.openai.responses.input_items.list(last.id, order="asc")]
     assert [item.content[0].text for item in listed if item.type == "message"] == 8 * ["Where?", "Paris."] + ["Where?"]
 
 

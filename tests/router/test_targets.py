@@ -257,7 +257,7 @@ async def test_over_grpc(worker: FakeWorker, start_router: StartRouter) -> None:
         ({"slo_class": "gold"}, "slo_class"),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            _ = [one async for one in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hi", **wrong))]  # type: ignore[arg-type]
+            _ = [one async for one in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hi", **wrong))]
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert violated_field(caught.value) == field
 
@@ -332,7 +332,7 @@ def test_outcomes(
     request = replace(request, slo=Slo(LatencyTargets(300, 100.001)))
     note_outcome(request, progress, status, now)
     slo = progress.report.slo
-    met = [getattr(slo, name) if slo.HasField(name) else None for name in ("ttft_met", "tpot_met")]  # type: ignore[arg-type]
+    met = [getattr(slo, name) if slo.HasField(name) else None for name in ("ttft_met", "tpot_met")]
     assert (*met, pytest.approx(slo.tpot_ms) if slo.HasField("tpot_ms") else None) == expected
 
 
@@ -408,8 +408,9 @@ async def test_what_is_told(
     def pictures() -> tuple[str, str]:
         with Client(router.grpc_address) as one:
             answer = one.generate("Hi", slo=LatencyTargets(ttft_ms=SOON, tpot_ms=LATE), request_id="pic").result()
+            assert answer.report.slo is not None
             assert answer.report.slo == SloReport(
-                targets=LatencyTargets(SOON, LATE), tpot_ms=answer.report.slo and answer.report.slo.tpot_ms,
+                targets=LatencyTargets(SOON, LATE), tpot_ms=answer.report.slo.tpot_ms,
                 ttft_met=False, tpot_met=True,
             )  # fmt: skip
             return render_timeline(answer.report, answer.usage), render_stages(one.requests(request_id="pic")[0])

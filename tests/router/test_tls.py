@@ -9,10 +9,10 @@ import os
 import shutil
 import ssl
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import httpx
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -75,10 +75,10 @@ def secret(made: Path, tmp_path: Path) -> Mounted:
 
 
 @pytest.fixture
-async def worker(secret: Mounted) -> FakeWorker:  # type: ignore[misc]
+async def worker(secret: Mounted) -> AsyncIterator[FakeWorker]:
     worker = FakeWorker()
     await worker.start(tls=secret.files())
-    yield worker  # type: ignore[misc]
+    yield worker
     await worker.stop()
 
 
@@ -120,7 +120,7 @@ async def can_connect(address: str, made: Path, ca: str, leaf: str) -> bool:
 
 async def ask_rest(router: RunningRouter, made: Path, ca: str, leaf: str | None = None) -> str:
     async with (
-        httpx.AsyncClient(verify=context(made, ca, leaf)) as http,
+        openai.DefaultAsyncHttpxClient(verify=context(made, ca, leaf)) as http,
         openai.AsyncOpenAI(
             base_url=f"{router.url}/v1", api_key="none", max_retries=0, http_client=http, timeout=20
         ) as client,

@@ -35,6 +35,13 @@ def form_of(worker: FakeWorker) -> Any:
     return json.loads(worker.requests[-1].sampling_params.guided.structural_tag)["format"]["elements"][-1]
 
 
+def token_id(text: str) -> int:
+    """Of a token of control."""
+    found = tiny_tokenizer().rust.token_to_id(text)
+    assert found is not None
+    return found
+
+
 async def test_calls(router: RunningRouter, worker: FakeWorker) -> None:
     answer = await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], max_tokens=200)
     choice = answer.choices[0]
@@ -116,9 +123,8 @@ async def test_earlier_calls_and_results_are_in_the_prompt(router: RunningRouter
     assert "<|im_start|>tool\ndone<|im_start|><|im_end|>" in prompt
     # What clients wrote is text: control tokens come from the template alone.
     ids = list(worker.requests[-1].prompt_token_ids)
-    rust = tiny_tokenizer().rust
-    assert ids.count(rust.token_to_id("<|im_end|>")) == 4
-    assert ids.count(rust.token_to_id("<|im_start|>")) == 5
+    assert ids.count(token_id("<|im_end|>")) == 4
+    assert ids.count(token_id("<|im_start|>")) == 5
 
 
 async def test_calls_without_an_id_are_paired_with_their_results_in_order(
@@ -163,10 +169,11 @@ async def test_fields_of_other_types_may_be_null(router: RunningRouter, worker: 
         {"role": "tool", "tool_call_id": "c1", "content": "done"},
     ]
     choice = {**NAMED, "custom": None, "allowed_tools": None}
-    for tools, kind in (([{**TOOL, "custom": None}], choice), ([TOOL], NAMED)):
+    cases: tuple[tuple[Any, Any], ...] = (([{**TOOL, "custom": None}], choice), ([TOOL], NAMED))
+    for tools, kind in cases:
         await router.openai.chat.completions.create(
             model="tiny", messages=messages, tools=tools, tool_choice=kind, max_tokens=3
-        )  # type: ignore[call-overload]
+        )
     first, second = worker.requests
     assert first.prompt_token_ids == second.prompt_token_ids
     assert first.sampling_params.guided == second.sampling_params.guided
@@ -183,8 +190,7 @@ async def test_control_tokens_in_tools_are_text(router: RunningRouter, worker: F
     }
     await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[tool], max_tokens=3)  # type: ignore[list-item]
     assert prompt_of(worker).count("<|im_end|>") == 4
-    end = tiny_tokenizer().rust.token_to_id("<|im_end|>")
-    assert list(worker.requests[-1].prompt_token_ids).count(end) == 2
+    assert list(worker.requests[-1].prompt_token_ids).count(token_id("<|im_end|>")) == 2
 
 
 async def test_template_options(router: RunningRouter, worker: FakeWorker) -> None:
@@ -211,8 +217,8 @@ def called(**changes: object) -> dict[str, object]:
 
 BAD = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
 BREAKING = {"type": "object", "properties": {"x": {"const": -(2**63)}}}  # it ends a process that parses it
-UNKEPT = {"type": "function", "function": {"name": "bad", "parameters": BAD}}
-STRICT = {"type": "function", "function": {**UNKEPT["function"], "strict": True}}  # type: ignore[dict-item]
+UNKEPT: dict[str, Any] = {"type": "function", "function": {"name": "bad", "parameters": BAD}}
+STRICT = {"type": "function", "function": {**UNKEPT["function"], "strict": True}}
 GOOD = {"type": "function", "function": {"name": "good", "strict": True}}
 
 
@@ -228,7 +234,7 @@ GOOD = {"type": "function", "function": {"name": "good", "strict": True}}
         (
             {"tools": [{**UNKEPT, "function": {**UNKEPT["function"], "name": "free"}}, STRICT]},
             "tools[1].function.parameters",
-        ),  # type: ignore[dict-item]
+        ),
     ],
 )
 async def test_the_tool_whose_schema_cannot_be_kept_is_named(
@@ -369,12 +375,13 @@ async def test_models_without_a_known_shape_of_calls(start_worker: StartWorker, 
 
 
 async def test_usage_so_far(router: RunningRouter) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}  # the second is of other servers
     stream = await router.openai.chat.completions.create(
         model="tiny",
         messages=ASK,
         stream=True,
         max_tokens=20,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        stream_options=options,
     )
     counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
     assert counts[0] == 0
@@ -539,7 +546,7 @@ async def test_an_answer_that_ends_inside_a_call_has_the_reason_that_it_was(
             body["tool_choice"] = {"type": "function", "name": "f"}
         response = await router.openai.responses.create(**body, input="Do")
         assert response.status == "incomplete"
-        assert response.output[-1].status == "incomplete"  # type: ignore[union-attr]
+        assert response.output[-1].status == "incomplete"
         why = response.incomplete_details
         assert (why and why.reason) == ("max_output_tokens" if reason == "length" else None)
 
@@ -619,8 +626,8 @@ async def plain(start_worker: StartWorker) -> FakeWorker:
 
 async def test_a_template_without_tools_is_told_of_them_in_words(start_router: StartRouter, plain: FakeWorker) -> None:
     router = await start_router(plain)
-    ask = {"model": "tiny", "max_tokens": 200, "tools": [TOOL]}
-    system = [{"role": "system", "content": "Be brief"}]
+    ask: Any = {"model": "tiny", "max_tokens": 200, "tools": [TOOL]}
+    system: list[Any] = [{"role": "system", "content": "Be brief"}]
     answer = await router.openai.chat.completions.create(messages=[*system, *HISTORY], **ask)
     prompt = prompt_of(plain)
     assert prompt.startswith("<|im_start|>system\nBe brief\n\nYou can call")
@@ -630,11 +637,12 @@ async def test_a_template_without_tools_is_told_of_them_in_words(start_router: S
     assert prompt.endswith(
         f"<|im_start|>assistant\n{called}<|im_end|>\n<|im_start|>user\n{result}<|im_end|>\n<|im_start|>assistant\n"
     )
-    ends = list(plain.requests[-1].prompt_token_ids).count(tiny_tokenizer().rust.token_to_id("<|im_end|>"))
+    ends = list(plain.requests[-1].prompt_token_ids).count(token_id("<|im_end|>"))
     assert ends == 4, "what clients wrote is text"
     choice = answer.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Yes.")
-    assert [call.function.arguments for call in choice.message.tool_calls or []] == ['{"x": 1}', '{"x": 2}']
+    calls: list[Any] = choice.message.tool_calls or []
+    assert [call.function.arguments for call in calls] == ['{"x": 1}', '{"x": 2}']
     assert len(notes_of(answer)) == 1
     assert "no form" in notes_of(answer)[0]
 
@@ -646,9 +654,8 @@ async def test_a_template_without_tools_is_told_of_them_in_words(start_router: S
         == '{"x": 1}{"x": 2}'
     )
 
-    items = await router.openai.responses.create(
-        model="tiny", input="Do", tools=[{"type": "function", **TOOL["function"]}]
-    )
+    function: Any = {"type": "function", **TOOL["function"]}
+    items = await router.openai.responses.create(model="tiny", input="Do", tools=[function])
     assert [item.type for item in items.output] == ["message", "function_call", "function_call"]
     assert notes_of(items)
 
@@ -664,8 +671,8 @@ async def test_a_template_without_tools_is_told_of_them_in_words(start_router: S
 
 async def test_generic_tools_strict_and_forced(start_router: StartRouter, plain: FakeWorker) -> None:
     router = await start_router(plain)
-    ask = {"model": "tiny", "messages": ASK, "max_tokens": 200}
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    ask: Any = {"model": "tiny", "messages": ASK, "max_tokens": 200}
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     await router.openai.chat.completions.create(tools=[strict], **ask)
     tag = json.loads(plain.requests[-1].sampling_params.guided.structural_tag)
     (call,) = tag["format"]["tags"]
@@ -727,21 +734,22 @@ async def test_only_allowed_tools_are_called(router: RunningRouter, worker: Fake
             assert {call.index for one in deltas for call in one.tool_calls or []} == {0, 1}
             assert other in "".join(one.content or "" for one in deltas)
         else:
-            assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["f", "f"]
-            assert other in answer.choices[0].message.content
+            message: Any = answer.choices[0].message
+            assert [call.function.name for call in message.tool_calls] == ["f", "f"]
+            assert other in message.content
 
     worker.answer = ids_of('[{"name": "f", "parameters": {"x": 1}}]')
-    required = {**choice, "allowed_tools": {**ALLOWED, "mode": "required"}}
+    required: Any = {**choice, "allowed_tools": {**ALLOWED, "mode": "required"}}
     answer = await router.openai.chat.completions.create(**ask, tool_choice=required)
     assert answer.choices[0].finish_reason == "tool_calls"
-    form = worker.requests[-1].sampling_params.guided
-    assert '"name": {"const": "f"}' in form.structural_tag
-    assert '"const": "g"' not in form.structural_tag
+    guided = worker.requests[-1].sampling_params.guided
+    assert '"name": {"const": "f"}' in guided.structural_tag
+    assert '"const": "g"' not in guided.structural_tag
 
     functions: Any = [{"type": "function", **tool["function"]} for tool in TWO_TOOLS]
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     items = await router.openai.responses.create(model="tiny", input="Do", tools=functions, tool_choice=allowed)
-    assert worker.requests[-1].sampling_params.guided == form
+    assert worker.requests[-1].sampling_params.guided == guided
     assert items.tool_choice.model_dump() == allowed  # type: ignore[union-attr]
 
     request = inference_pb2.ChatRequest(
@@ -753,7 +761,7 @@ async def test_only_allowed_tools_are_called(router: RunningRouter, worker: Fake
         tool_choice=inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_REQUIRED, allowed=["f"]),
     )
     _ = [one async for one in router.inference.Chat(request)]
-    assert worker.requests[-1].sampling_params.guided == form
+    assert worker.requests[-1].sampling_params.guided == guided
     request.tool_choice.allowed[:] = ["h"]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [one async for one in router.inference.Chat(request)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +21,7 @@ def info(epoch: str = "e", model: str = "m") -> worker_pb2.WorkerInfo:
     return worker_pb2.WorkerInfo(worker_id="w", role=worker_pb2.WORKER_ROLE_DECODE, epoch=epoch, model=model)
 
 
-def report(worker: WorkerRecord, **load: int) -> None:
+def report(worker: WorkerRecord, **load: Any) -> None:
     worker.load = WorkerLoad(**load)
 
 
@@ -40,7 +41,7 @@ async def worker() -> WorkerRecord:
     return made
 
 
-NONE_UNREPORTED = {"num_unreported": 0, "num_unreported_tokens": 0, "num_unreported_context": 0}
+NONE_UNREPORTED: dict[str, object] = {"num_unreported": 0, "num_unreported_tokens": 0, "num_unreported_context": 0}
 CHANGES: list[tuple[Callable[[WorkerRecord], object], dict[str, object]]] = [
     (lambda one: report(one, num_requests_waiting=2), {"load": WorkerLoad(num_requests_waiting=2)}),
     (lambda one: introduce(one, "e2"), {"epoch": "e2"}),
@@ -62,7 +63,7 @@ async def test_an_endpoint_is_made_anew_if_something_has_changed(
     assert worker.endpoint() is before
     assert (before.num_unreported, before.num_unreported_tokens) == (1, 3)
     change(worker)
-    assert worker.endpoint() == replace(before, **expected)  # type: ignore[arg-type]
+    assert worker.endpoint() == replace(before, **expected)
     assert (worker.endpoint() is before) is (not expected)
 
 
@@ -104,8 +105,8 @@ async def test_tokens_that_are_not_reported_are_told_by_slack(worker: WorkerReco
     worker.reported("soon")
     worker.send("another", Sent(1.0, 10, slack_s=3.0))
     assert worker.endpoint() is not before, "as many requests with as many tokens, but other ones"
-    for key in list(worker.sent):
-        worker.reported(key)
+    for sent in list(worker.sent):
+        worker.reported(sent)
     assert (worker.endpoint().num_unreported_tokens, worker.endpoint().unreported_by_slack) == (0, (0,) * len(SLACKS_S))
 
 

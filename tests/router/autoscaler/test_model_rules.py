@@ -147,9 +147,9 @@ def test_a_day_keeps_the_stated_share_with_fewer_workers_than_by_signals() -> No
     """The comparison that bench/planner.py prints, without its oracle: decisions must not get worse unnoticed."""
     jobs, slo = synthetic_day(seconds=900.0), Slo()
     targets = Targets(queued_tokens=40_000, prefill_rate=6400.0, requests=best_batch(HARDWARE, slo) * 0.8)
-    bounds = {"prefill": Bounds(1, 64), "decode": Bounds(1, 64)}
-    by_signals = run_planner(jobs, HARDWARE, slo, PlannerOptions(**bounds), TargetRules(targets))
-    options = PlannerOptions(**bounds, scale_down_delay_s=HARDWARE.startup_s)
+    bounds = Bounds(1, 64)
+    by_signals = run_planner(jobs, HARDWARE, slo, PlannerOptions(prefill=bounds, decode=bounds), TargetRules(targets))
+    options = PlannerOptions(prefill=bounds, decode=bounds, scale_down_delay_s=HARDWARE.startup_s)
     rules = ModelRules(GOAL, TargetRules(targets))
     by_model = run_planner(jobs, HARDWARE, slo, options, rules, learns=True)
     assert by_model.slo_ok > GOAL.share

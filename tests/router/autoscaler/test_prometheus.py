@@ -8,6 +8,7 @@ metric's name and matchers of its labels into `metricsQuery`. Here that is done 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ from tests.router.autoscaler.test_process import start_loaded as start_loaded
 from tests.support.prometheus import PROMETHEUS, prometheus
 
 NAMESPACE = "prod"  # which the chart is rendered for
+
+
+def is_near(wanted: float, seen: float | None) -> bool:
+    return seen == pytest.approx(wanted)
 
 
 # ------------------------------------------------------------------------------------------- what is not known
@@ -119,7 +124,7 @@ async def test_rules_of_the_chart_give_hpas_what_workers_report(tmp_path: Path, 
             for (name, role), value in expected.items():
                 rule, selector = by_name[name], selectors[name, role]
                 if value is not None:
-                    await server.until(query_of(rule, selector), lambda seen, value=value: seen == pytest.approx(value))
+                    await server.until(query_of(rule, selector), partial(is_near, value))
                 assert await server.value(query_of(rule, selector, "elsewhere")) is None
                 series = await server.get("/api/v1/series", **{"match[]": rule["seriesQuery"]})
                 assert {one["__name__"] for one in series} == ({name} if value is not None else set())

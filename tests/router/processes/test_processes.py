@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -115,7 +116,11 @@ async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path, 
     limits = tmp_path / "limits.yaml"
     limits.write_text("default: {streams: 8}")
     picker = f"127.0.0.1:{unused_port}"
-    settings = {"decode": [worker.address], "limits_file": str(limits), "endpoint_picker_listen": picker}
+    settings: dict[str, Any] = {
+        "decode": [worker.address],
+        "limits_file": str(limits),
+        "endpoint_picker_listen": picker,
+    }
     async with running(**settings) as router, router.client() as client:
         pids = router.pids()
         assert len(pids) == 2
