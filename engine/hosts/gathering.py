@@ -36,6 +36,7 @@ class Member:
     on_gone: Callable[[str], None] | None = None  # see `Beats`
     sockets: dict[Purpose, socket.socket] = field(default_factory=dict)
     beats: Beats | None = None
+    name: str = ""  # for messages, once it is complete
 
     @property
     def is_complete(self) -> bool:
@@ -49,7 +50,8 @@ class Member:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sockets[purpose] = end
         if purpose is Purpose.BEATS:
-            self.beats = Beats(end, f"rank {self.number} ({end.getpeername()[0]})", self.on_gone)
+            self.name = f"rank {self.number} ({end.getpeername()[0]})"
+            self.beats = Beats(end, self.name, self.on_gone)
 
     def problem(self) -> str:
         return "" if self.beats is None else self.beats.problem
@@ -78,7 +80,7 @@ class MemberWatch:
         return self._members[rank].problem()
 
     def ended(self, rank: int) -> str:
-        return self.problem(rank) or f"rank {rank} has ended"
+        return self.problem(rank) or f"{self._members[rank].name} has ended"
 
 
 def gather(place: Place, model: str, check: Callable[[], None] = do_nothing) -> list[Member]:
