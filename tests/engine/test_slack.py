@@ -156,7 +156,7 @@ def test_a_decode_keeps_its_pace_beside_a_long_prompt(policy: str) -> None:
         assert max(gaps) > 0.5
         return
     assert engine.tpot_ms("chat") <= 50
-    assert max(gaps) <= 2 * 0.050
+    assert max(gaps) <= 0.050  # however far it is ahead of its pace
     assert engine.token_times["long"][0] < times[-1], "the prompt went on beside it"
 
 
