@@ -134,9 +134,10 @@ def look_at_requests(page: Page, request_id: str) -> None:
 
 
 def look_while_decisions_come(page: Page) -> None:
-    """A link that has the focus keeps it, and a text stays selected, when there are further rows above."""
-    number = page.locator("#decisions tbody tr").count()
+    """A link that has the focus keeps it, and a text stays selected, when there is a further row above. There may be as
+    many rows as the page keeps already, so their number says nothing."""
     page.evaluate("""() => {
+      document.querySelector("#decisions tbody tr").id = "newest-before";
       window.link = document.querySelector("#decisions tbody a");
       window.link.focus();
       getSelection().selectAllChildren(document.querySelector("#decisions tbody li"));
@@ -144,7 +145,7 @@ def look_while_decisions_come(page: Page) -> None:
       const body = JSON.stringify({ prompt: "Hello", max_tokens: 1 });
       fetch("../v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body });
     }""")
-    page.locator("#decisions tbody tr").nth(number).wait_for()
+    page.locator("#decisions tbody tr:not(#newest-before) ~ #newest-before").wait_for()
     assert page.evaluate("document.activeElement === window.link && window.link.isConnected")
     assert page.evaluate("window.selected && getSelection().toString() === window.selected")
     page.click("#decisions thead button:has-text('Prompt')")
